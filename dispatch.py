@@ -1,0 +1,224 @@
+"""How tokens travel to their experts and back.
+
+A plan is made from the router's choices alone and holds integers only. Every rank keeps S slots, each for
+one assignment (one of a token's K choices), grouped by expert and therefore by destination rank:
+
+    capacity mode   C slots per (this rank, expert), static shapes, nothing is read by the host. An empty
+                    slot travels as it is and says so by a router weight of -1, which tells the receiver how
+                    many rows of each segment are real.
+    dropless mode   as many slots as assignments; sizes travel first, as an exchange of their own.
+
+The receiver holds Q rows in (source rank, expert) order and works on R of them in expert-major order. All
+moves are gathers through maps whose inverse is known (kernels.permute), so nothing is ever scattered.
+
+Shapes: T tokens on this rank, D model width, E experts (all), L experts on this rank, K experts per token,
+C slots per (source rank, expert), S slots = rows sent, Q rows received, R rows in expert-major order,
+W ranks in the expert-parallel group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kernels import clock, permute, unpermute
+from settings import knob
+
+
+@dataclass
+class DispatchConfig:
+    capacity_factor: float = knob(1.25, "slots per expert over the balanced share; 0: dropless", least=0)
+    drop_policy: str = knob("probs", "who goes first when an expert is full: the lowest router weight, or, by "
+                            "position, the latest choice of the latest token", choices=("probs", "position"))
+
+
+def check(cfg):
+    if 0 < cfg.capacity_factor < 0.01:
+        return [f"capacity_factor={cfg.capacity_factor} leaves experts no room: set 0 for dropless, or about 1.25"]
+    return []
+
+
+def capacity(cfg, tokens):
+    """C for `tokens` per rank and microbatch: computed from the configuration, so that ranks agree by
+    construction. A token takes an expert at most once, hence never more than `tokens`. 0: dropless."""
+    return min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k / cfg.num_experts), tokens)
+
+
+def _spans(counts):
+    """Counts in order → (starts, ends) of each run, int64."""
+    ends = counts.cumsum(0)
+    return ends - counts, ends
+
+
+class Plan:
+    """Where every assignment of this rank's tokens goes.
+
+    experts_TK  chosen experts, -1 for a token that is not routed
+    weights_TK  router weights; only their order is used, for drop_policy="probs"
+    capacity    C, or 0 for dropless
+    ep, etp     the groups to travel over
+
+    slot_TK     the slot of each assignment, -1 if dropped or not routed
+    choice_S    its inverse: the flat assignment t·K + k in each slot, -1 if the slot is empty (known in
+                dropless mode once sizes have travelled)
+    counts_E    assignments per expert before drops; kept_E after
+    row_R, place_Q, ends_L   received row ↔ expert-major row and the experts' ends, once rows have arrived
+    """
+
+    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep):
+        self.experts_TK, self.ep, self.capacity = experts_TK, ep, capacity
+        self.num_experts, self.device = num_experts, experts_TK.device
+        self.num_local = num_experts // ep.size
+        self.send = self.recv = self.row_R = None
+        T, K = experts_TK.shape
+
+        # Assignments sorted by expert; within one, first the ones to keep. Not-routed ones sort last.
+        expert = torch.where(experts_TK < 0, num_experts, experts_TK)
+        if capacity and drop_policy == "position":     # all first choices, then all second ones (GShard)
+            order = (torch.arange(K, device=self.device)[:, None]
+                     + K * torch.arange(T, device=self.device)).flatten()
+        elif capacity:
+            order = weights_TK.detach().flatten().argsort(descending=True, stable=True)
+        else:
+            order = torch.arange(T * K, device=self.device)
+        order = order[expert.flatten()[order].argsort(stable=True)]
+        expert_sorted = expert.flatten()[order]
+        experts = torch.arange(num_experts, device=self.device)
+        ends_E = torch.searchsorted(expert_sorted, experts, right=True)
+        starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
+        self.counts_E = ends_E - starts_E
+        self.kept_E = self.counts_E.clamp_max(capacity) if capacity else self.counts_E
+
+        position = torch.arange(T * K, device=self.device)
+        if capacity:
+            place = position - starts_E[expert_sorted.clamp_max(num_experts - 1)]
+            slot = torch.where((expert_sorted < num_experts) & (place < capacity),
+                               expert_sorted * capacity + place, -1)
+            nth = torch.arange(capacity, device=self.device)
+            choice_EC = order[(starts_E[:, None] + nth).clamp_max(T * K - 1)]
+            self.choice_S = torch.where(nth < self.kept_E[:, None], choice_EC, -1).flatten()
+        else:
+            slot = torch.where(expert_sorted < num_experts, position, -1)
+            self.choice_S = order
+        self.slot_TK = torch.empty_like(slot).scatter_(0, order, slot).view(T, K)
+
+    def travel(self, direction, rows=None, weights=None):
+        """Coroutine, for the driver: rows [S, D] and their router weights [S] go "out" and arrive as [Q, …];
+        results [Q, D] come "back" to their slots. Gradients travel the opposite way. "counts" exchanges
+        what dropless mode must know first."""
+        if direction == "counts":
+            return self._travel_counts()
+        return self._travel_rows(direction, rows, weights)
+
+    def _travel_counts(self):
+        W, L = self.ep.size, self.num_local
+        counts_WL, work = self.counts_E, None
+        if W > 1:
+            counts_WL, work = self.ep.all_to_all(self.counts_E)
+        yield
+        if work is not None:
+            self._wait(work)
+        both = torch.stack([self.counts_E, counts_WL]).view(2, W, L).sum(2)
+        if both.is_cuda:
+            # the host needs the sizes, but the other microbatch need not stop for it
+            both, event = both.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+            yield
+            event.synchronize()
+        self.send, self.recv = both.tolist()
+        self.choice_S = self.choice_S[:sum(self.send)]
+        self._arrange(counts_WL.view(W, L))
+
+    def _travel_rows(self, direction, rows, weights):
+        if self.ep.size == 1:
+            yield
+            self._arrived(weights)
+            return [rows] if weights is None else [rows, weights]
+        D = rows.shape[1]
+        wire = rows if weights is None else _pack(rows, weights)
+        sizes = (self.send, self.recv) if direction == "out" else (self.recv, self.send)
+        out, work = self.ep.all_to_all(wire.contiguous(), *sizes)
+        yield
+        self._wait(work)
+        if weights is None:
+            return [out]
+        rows, weights = _unpack(out, D)
+        self._arrived(weights)
+        return [rows, weights]
+
+    def _wait(self, work):
+        with clock.span("exchange", self.device):
+            work.wait()
+
+    def _arrived(self, weights_Q):
+        """Capacity mode learns the sizes from the rows themselves."""
+        if self.row_R is None:
+            W, L, C = self.ep.size, self.num_local, self.capacity
+            # not "weights >= 0": a NaN is a row too, and must reach the loss
+            self._arrange((weights_Q.view(W, L, C) < 0).logical_not().sum(2))
+
+    def _arrange(self, counts_WL):
+        """The maps between received rows, in (source, expert) order, and expert-major rows."""
+        W, L = counts_WL.shape
+        segment_WL = torch.arange(W * L, device=self.device).view(W, L)
+        starts, ends = _spans(counts_WL.t().flatten())      # of each (expert, source) among expert-major rows
+        if self.capacity:
+            Q, base_WL = W * L * self.capacity, segment_WL * self.capacity
+        else:
+            Q = sum(self.recv)
+            base_WL = _spans(counts_WL.flatten())[0].view(W, L)
+        position = torch.arange(Q, device=self.device)
+        # the run that holds each row: the first whose end lies beyond it
+        run = torch.searchsorted(ends, position, right=True).clamp_max(W * L - 1)
+        self.row_R = torch.where(position < ends[-1], base_WL.t().flatten()[run] + position - starts[run], -1)
+        segment = torch.searchsorted(base_WL.flatten(), position, right=True) - 1
+        offset = position - base_WL.flatten()[segment]
+        place = starts.view(L, W).t().flatten()[segment] + offset
+        self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
+        self.ends_L = ends.view(L, W)[:, -1].to(torch.int32)
+
+    def shape_home(self, rows):
+        """The shape that results sent back have at home."""
+        return (len(self.choice_S), rows.shape[1])
+
+
+def _pack(rows, weights):
+    """A router weight (fp32) rides behind its row, so that one message carries both; the row is padded to
+    whole 16 bytes."""
+    tail = weights[:, None].view(rows.dtype)
+    pad = -(rows.shape[1] + tail.shape[1]) % (16 // rows.element_size())
+    return torch.cat([rows, tail, rows.new_zeros(len(rows), pad)], 1)
+
+
+def _unpack(wire, D):
+    width = 4 // wire.element_size()
+    return wire[:, :D], wire[:, D:D + width].contiguous().view(torch.float32).flatten()
+
+
+def dispatch(x_TD, weights_TK, plan):
+    """Fill the slots: rows [S, D], weights [S] with -1 in empty slots, differentiable in both."""
+    T, K = plan.slot_TK.shape
+    token_S = torch.where(plan.choice_S < 0, -1, plan.choice_S // K)
+    rows_SD = permute(x_TD, token_S, plan.slot_TK)
+    weights_S = permute(weights_TK.reshape(T * K, 1), plan.choice_S, plan.slot_TK.view(T * K, 1)).flatten()
+    return rows_SD, weights_S.masked_fill(plan.choice_S < 0, -1)
+
+
+def combine(rows_SD, plan):
+    """Each token's sum over its slots, [T, D]; a dropped assignment contributes zero."""
+    K = plan.slot_TK.shape[1]
+    token_S = torch.where(plan.choice_S < 0, -1, plan.choice_S // K)
+    return unpermute(rows_SD, plan.slot_TK, token_S)
+
+
+def by_expert(rows_QD, weights_Q, plan):
+    """Received rows and weights in expert-major order: [R, D], [R]."""
+    weights = permute(weights_Q[:, None], plan.row_R, plan.place_Q[:, None])
+    return permute(rows_QD, plan.row_R, plan.place_Q[:, None]), weights.flatten()
+
+
+def by_source(rows_RD, plan):
+    """Results in the order their rows were received: [Q, D]."""
+    return unpermute(rows_RD, plan.place_Q[:, None], plan.row_R)

@@ -1,0 +1,183 @@
+"""Gradients summed once, parameters updated once: the sharded optimizer (ZeRO-1).
+
+A family is every parameter with the same owner group (the ranks that hold copies), dtype and weight decay.
+It lives in one flat parameter buffer and one flat gradient buffer, of which every parameter and its .grad
+are views. Once a step the gradients are reduce-scattered over the owners, each rank updates its shard, and
+the parameters are all-gathered back. Shards of all families are disjoint over the world, so the global
+gradient norm is one all-reduce of local sums: no rule says who counts what.
+
+Gradients are sums. The loss is divided by the global number of valid tokens where it is made, and nothing
+is averaged here, so no factor depends on a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from settings import knob
+
+
+@dataclass
+class OptimConfig:
+    optimizer: str = knob("adamw", "sgd has no momentum and no decay", choices=("adamw", "sgd"))
+    lr: float = knob(3e-3, "peak learning rate", least=0)
+    min_lr: float = knob(3e-4, "learning rate at the end of decay", least=0)
+    warmup_steps: int = knob(20, "steps of linear warm-up", least=0)
+    decay: str = knob("cosine", "after warm-up: cosine to min_lr, wsd (constant, then linear over the last fifth) "
+                      "or constant", choices=("cosine", "wsd", "constant"))
+    beta1: float = knob(0.9, "AdamW's average of gradients", least=0, most=1)
+    beta2: float = knob(0.95, "AdamW's average of squared gradients", least=0, most=1)
+    eps: float = knob(1e-8, "AdamW's epsilon", least=0)
+    weight_decay: float = knob(0.1, "AdamW's decay of matrices; norms have none", least=0)
+    grad_clip: float = knob(1.0, "largest global gradient norm; 0: no clipping", least=0)
+
+
+def check(cfg):
+    if cfg.decay != "constant" and cfg.min_lr > cfg.lr:
+        return [f"min_lr={cfg.min_lr} is above lr={cfg.lr}: lower min_lr or set decay=constant"]
+    return []
+
+
+def learning_rate(cfg, step, max_steps):
+    """The rate of the update number `step` (from 0) of max_steps."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(max_steps - cfg.warmup_steps, 1)
+    if cfg.decay == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * min(done, 1)))
+    elif cfg.decay == "wsd":
+        share = min(1, max(0, (1 - done) / 0.2))
+    else:
+        return cfg.lr
+    return cfg.min_lr + share * (cfg.lr - cfg.min_lr)
+
+
+class Family:
+    """Parameters that are reduced, updated and gathered as one."""
+
+    def __init__(self, owner, dtype, decays):
+        self.owner, self.dtype, self.decays, self.slots = owner, dtype, decays, []
+
+    def allocate(self, named, device):
+        """Gives `named` meta parameters their place: → {name: parameter}. Starts are aligned to 16 elements
+        for the kernels, the end to whole shards."""
+        end = 0
+        for name, meta in named:
+            self.slots.append((name, meta.shape, end))
+            end += -(-meta.numel() // 16) * 16
+        self.shard_size = -(-end // self.owner.size)
+        size = self.shard_size * self.owner.size
+        self.flat = torch.zeros(size, dtype=self.dtype, device=device)
+        self.grad = torch.zeros(size, dtype=torch.float32, device=device)
+        self.own = slice(self.owner.rank * self.shard_size, (self.owner.rank + 1) * self.shard_size)
+        self.params = {}
+        for (name, _), view, grad in zip(named, self.split(self.flat), self.split(self.grad)):
+            self.params[name] = param = nn.Parameter(view)
+            param.grad_dtype = torch.float32    # bf16 parameters accumulate into the fp32 buffer in place
+            param.grad = grad
+        # The fp32 master: the flat buffer itself where it is fp32 already.
+        self.master = nn.Parameter(self.flat[self.own].float())
+        return self.params
+
+    def split(self, flat):
+        """The parameter-shaped views of a whole flat buffer, in order."""
+        return [flat[start:start + shape.numel()].view(shape) for _, shape, start in self.slots]
+
+    @torch.no_grad()
+    def load_master(self):
+        """After the parameters were written: the masters follow them."""
+        self.master.copy_(self.flat[self.own])
+
+    def reduce(self):
+        """Sums gradients over the owners; this rank's shard becomes the master's gradient."""
+        self.master.grad = self.owner.reduce_scatter(self.grad)
+
+    @torch.no_grad()
+    def gather(self):
+        """The updated masters reach every owner's parameters."""
+        if self.owner.size == 1:
+            if self.master.data_ptr() != self.flat.data_ptr():
+                self.flat.copy_(self.master)
+        else:
+            self.flat.copy_(self.owner.all_gather(self.master.to(self.dtype)))
+
+
+class Optimizer:
+    """Owns the memory of `model` (built on the meta device), its gradients and its optimizer state."""
+
+    def __init__(self, cfg, model, layout, dtype, device):
+        self.cfg, self.layout = cfg, layout
+        owners = {frozenset(): layout.plane, frozenset(["ep"]): layout.edp}
+        named = {}
+        for name, param in model.named_parameters():
+            # a parameter made fp32 on purpose (the router) stays so in a bf16 model
+            kind = torch.float32 if ".router." in name else dtype
+            named.setdefault((frozenset(model.shards(name)), kind, param.ndim > 1), []).append((name, param))
+        self.families = []
+        for (shards, kind, decays), members in named.items():
+            family = Family(owners[shards], kind, decays)
+            for name, param in family.allocate(members, device).items():
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, param)
+            self.families.append(family)
+        for name, buffer in model.named_buffers():
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
+        if cfg.optimizer == "adamw":
+            self.adamw = torch.optim.AdamW(
+                [{"params": [f.master], "weight_decay": cfg.weight_decay if f.decays else 0.0}
+                 for f in self.families],
+                lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+
+    def start(self):
+        """Call when the model's parameters have their values."""
+        for family in self.families:
+            family.load_master()
+
+    def zero_grad(self):
+        for family in self.families:
+            family.grad.zero_()
+
+    def reduce(self):
+        """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
+        for family in self.families:
+            family.reduce()
+        squares = sum(f.master.grad.square().sum(dtype=torch.float64) for f in self.families)
+        return self.layout.world.all_reduce(squares).sqrt().float()
+
+    @torch.no_grad()
+    def step(self, lr, norm, skip):
+        """One update at rate `lr` with gradients clipped to grad_clip. Where the device scalar `skip` is true
+        nothing changes: neither parameters nor moments."""
+        if self.cfg.grad_clip:
+            for family in self.families:
+                family.master.grad.mul_((self.cfg.grad_clip / (norm + 1e-6)).clamp_max(1))
+        if self.cfg.optimizer == "adamw":
+            self.adamw.found_inf = skip.float()
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+        else:
+            for family in self.families:
+                family.master.copy_(torch.where(skip, family.master, family.master - lr * family.master.grad))
+        for family in self.families:
+            family.gather()
+
+
+def full_gradients(model, optimizer):
+    """{name: the whole gradient of the whole parameter, fp32}, the same on all ranks, whatever the layout.
+    Call after Optimizer.reduce. For comparisons: nothing in training needs it."""
+    gradients = {}
+    for family in optimizer.families:
+        flat = family.owner.all_gather(family.master.grad)
+        for (name, _, _), grad in zip(family.slots, family.split(flat)):
+            for group, dim in model.shards(name).items():
+                # contiguous runs of `dim` lie on consecutive ranks of the group
+                parts = getattr(model.layout, group).all_gather(grad.contiguous()[None])
+                grad = torch.cat(parts.unbind(0), dim)
+            gradients[name] = grad.clone()
+    return gradients

@@ -1,0 +1,484 @@
+"""Ranks: who holds what, who talks to whom, and how one rank's work is interleaved while tokens travel.
+
+Two meshes fold over the same ranks and share only the pipeline dimension (slowest first):
+
+    dense    (pp, dp, cp, tp)      attention, norms, router, shared experts, embedding, head
+    experts  (pp, edp, ep, etp)    the routed experts
+
+so tp·cp·dp = etp·ep·edp, and expert parallelism may span data-parallel, context and tensor ranks alike.
+
+The second half is the driver. A block's forward is a generator that yields whenever tokens are about to
+travel. The Tape of a microbatch launches that exchange on detached tensors, lets other coroutines run
+while it is in flight, and resumes the generator with fresh autograd leaves; so the tape is a list of
+autograd segments joined by exchanges, and backward is another coroutine that runs the segments in
+reverse with the adjoint exchange between them. From this one mechanism come the overlap of one
+microbatch's forward with another's backward, the shared expert beside the exchange, and recompute.
+
+Shapes: T tokens on this rank, D model width.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from kernels import clock
+from settings import knob
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = knob(1, "tensor-parallel ranks (not built yet: 1)", least=1)
+    cp: int = knob(1, "context-parallel ranks (not built yet: 1)", least=1)
+    pp: int = knob(1, "pipeline stages (not built yet: 1)", least=1)
+    ep: int = knob(0, "expert-parallel ranks; 0: the most that fit inside an NVLink domain", least=0)
+    etp: int = knob(1, "tensor-parallel ranks inside an expert (not built yet: 1)", least=1)
+    overlap: str = knob("pair", "pair: one microbatch's forward beside another's backward; none: one at a time",
+                        choices=("none", "pair"))
+    recompute: tuple[str, ...] = knob((), "what to run again in backward instead of keeping it: full blocks, "
+                                      "or moe, the experts alone", choices=("moe", "full"))
+    nvl_domain: int = knob(0, "ranks that share one NVLink domain; 0: the device's", least=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layout
+
+DENSE, EXPERTS = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of every mesh dimension; the product of either mesh is the world."""
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    edp: int
+    ep: int
+    etp: int
+
+    @property
+    def world(self):
+        return self.pp * self.dp * self.cp * self.tp
+
+    def members(self, rank, *dims):
+        """The ranks, in order, that differ from `rank` only along `dims` of one of the two meshes."""
+        mesh = DENSE if set(dims) <= set(DENSE) else EXPERTS
+        ranks = torch.arange(self.world).view([getattr(self, d) for d in mesh])
+        at = (ranks == rank).nonzero()[0].tolist()
+        return tuple(ranks[tuple(slice(None) if d in dims else i for d, i in zip(mesh, at))].flatten().tolist())
+
+
+def _divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _choices(values):
+    *rest, last = map(str, values)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def nvl_domain(cfg):
+    """Ranks per NVLink domain: the knob, or 64 on a GB200/GB300 rack (72 GPUs, of which whole powers of two
+    are of use), or the node."""
+    if cfg.nvl_domain:
+        return cfg.nvl_domain
+    rack = torch.cuda.is_available() and torch.cuda.get_device_name().find("GB") >= 0
+    return 64 if rack else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def sizes_of(cfg, world):
+    """The Sizes that `cfg` means on `world` ranks. Call it after `check` found nothing."""
+    plane = world // cfg.pp
+    fits = [e for e in _divisors(plane // cfg.etp)
+            if cfg.num_experts % e == 0 and (e == 1 or e * cfg.etp <= nvl_domain(cfg))]
+    ep = cfg.ep or fits[-1]
+    return Sizes(cfg.pp, plane // (cfg.tp * cfg.cp), cfg.cp, cfg.tp, plane // (cfg.etp * ep), ep, cfg.etp)
+
+
+def check(cfg, world):
+    """Every reason why `cfg` cannot be laid out on `world` ranks."""
+    problems = [f"{name}={getattr(cfg, name)}: {what} parallelism is not built yet: set {name}=1"
+                for name, what in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("etp", "expert tensor"))
+                if getattr(cfg, name) != 1]
+    if problems:
+        return problems
+    dense, experts = cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1)
+    if world % cfg.pp:
+        return [f"pp={cfg.pp} does not divide the {world} ranks: set pp to {_choices(_divisors(world))}"]
+    plane = world // cfg.pp
+    if plane % dense:
+        problems.append(f"tp*cp = {cfg.tp}*{cfg.cp} = {dense} does not divide the {plane} ranks of a pipeline stage")
+    if plane % experts:
+        problems.append(f"etp*ep = {cfg.etp}*{cfg.ep} = {experts} does not divide the {plane} ranks of a pipeline "
+                        f"stage: set ep to {_choices(d for d in _divisors(plane) if cfg.num_experts % d == 0)}, or 0")
+    if cfg.num_experts % max(cfg.ep, 1):
+        problems.append(f"ep={cfg.ep} does not divide num_experts={cfg.num_experts}: "
+                        f"set ep to {_choices(_divisors(cfg.num_experts))}")
+    return problems
+
+
+def init(device, timeout_s=600):
+    """Join the job torchrun started, or make a job of one."""
+    if dist.is_initialized():
+        return
+    backend, timeout = ("nccl" if device.type == "cuda" else "gloo"), datetime.timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+# torch renamed these two; the older names warn on every call
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@functools.cache
+def process_group(ranks):
+    """One process group per tuple of ranks, whatever it is used for: groups cost threads and descriptors.
+    Only members call this, so a rank makes its own few groups and not everybody's."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+class Ledger:
+    """Calls and bytes sent by this rank, per (group, collective), since the last `take`."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def add(self, group, op, sent_bytes):
+        calls, total = self.rows.get((group, op), (0, 0))
+        self.rows[group, op] = (calls + 1, total + sent_bytes)
+
+    def take(self):
+        rows, self.rows = self.rows, {}
+        return rows
+
+
+ledger = Ledger()
+
+
+class Group:
+    """The ranks along some mesh dimensions, and the collectives among them. Alone, all are the identity."""
+
+    def __init__(self, name, ranks):
+        self.name, self.ranks, self.size = name, ranks, len(ranks)
+        self.rank = ranks.index(dist.get_rank())
+        self.pg = process_group(ranks) if self.size > 1 else None
+
+    def near(self, block):
+        """The share of this rank's peers inside the same aligned block of `block` ranks (node, domain)."""
+        peers = [r for r in self.ranks if r != dist.get_rank()]
+        return sum(r // block == dist.get_rank() // block for r in peers) / max(len(peers), 1)
+
+    def all_reduce(self, x, op=dist.ReduceOp.SUM):
+        """Reduces x in place and returns it."""
+        if self.size > 1:
+            ledger.add(self, "all-reduce", 2 * x.nbytes * (self.size - 1) // self.size)
+            dist.all_reduce(x, op, group=self.pg)
+        return x
+
+    def all_gather(self, x):
+        """[n, ...] on each rank → [size·n, ...] on all."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        ledger.add(self, "all-gather", x.nbytes * (self.size - 1))
+        _all_gather(out, x.contiguous(), group=self.pg)
+        return out
+
+    def reduce_scatter(self, x):
+        """[size·n, ...] on each rank → this rank's [n, ...] of the sum."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        ledger.add(self, "reduce-scatter", x.nbytes * (self.size - 1) // self.size)
+        _reduce_scatter(out, x, group=self.pg)
+        return out
+
+    def all_to_all(self, x, send=None, recv=None):
+        """Starts sending the i-th run of rows of x to rank i (`send`, `recv`: row counts; None: equal).
+        Returns (out, work): out must not be read before work.wait(), nor x changed."""
+        out = x.new_empty(sum(recv) if recv is not None else len(x), *x.shape[1:])
+        own = send[self.rank] if send is not None else len(x) // self.size
+        ledger.add(self, "all-to-all", (len(x) - own) * x[:1].nbytes if len(x) else 0)
+        return out, dist.all_to_all_single(out, x, recv, send, group=self.pg, async_op=True)
+
+
+class Layout:
+    """This rank's place in both meshes and its groups: world, dp, cp, tp, edp, ep, etp, and
+
+    plane   dp×cp×tp, the ranks of one pipeline stage: owners of replicated parameters
+    dpcp    dp×cp, owners of tensor-parallel parameters
+    batch   cp×tp, the ranks that hold the tokens of one microbatch of one data-parallel rank
+    """
+
+    def __init__(self, sizes, device):
+        self.sizes, self.device = sizes, device
+        rank = dist.get_rank()
+        group = lambda name, *dims: Group(name, sizes.members(rank, *dims))
+        self.world = group("world", *DENSE)
+        self.plane = group("plane", "dp", "cp", "tp")
+        self.dpcp, self.batch = group("dp×cp", "dp", "cp"), group("cp×tp", "cp", "tp")
+        self.pp, self.dp, self.cp, self.tp = (group(d, d) for d in DENSE)
+        self.edp, self.ep, self.etp = (group(d, d) for d in EXPERTS[1:])
+
+    @functools.cached_property
+    def meshes(self):
+        """The two meshes as torch DeviceMeshes, for DTensors."""
+        return tuple(dist.DeviceMesh.from_group(
+            [process_group(self.sizes.members(dist.get_rank(), d)) for d in mesh], self.device.type,
+            torch.arange(self.sizes.world).view([getattr(self.sizes, d) for d in mesh]), mesh_dim_names=mesh)
+            for mesh in (DENSE, EXPERTS))
+
+
+# --------------------------------------------------------------------------------------------------
+# Coroutines
+
+
+class Exchange:
+    """A block's request to let tensors travel; `yield` it and get back what arrived.
+
+    direction  "out" (tokens to their experts), "back" (results home), or "counts" (sizes alone, which
+               carry no gradient; yields nothing back)
+    plan       has travel(direction, *tensors), a generator that launches when first advanced, yields while
+               in flight and returns what arrived. It holds integers only: what is differentiable goes
+               into the request, or autograd would walk through it twice. out and back are adjoints.
+    tensors    what travels
+    carry      what the code after the yield still needs from before it
+    beside     (function, tensor): computed while the tokens travel, forward and backward
+    loss       a scalar to be added to the objective
+    observe    called by the driver the first time these tokens travel in training, not on a recompute
+
+    The yield returns (*arrived, *carry), and the result of `beside` last if there is one.
+    """
+
+    def __init__(self, direction, plan, *tensors, carry=(), beside=None, loss=None, observe=None):
+        self.direction, self.plan, self.tensors = direction, plan, tensors
+        self.carry, self.beside, self.loss, self.observe = carry, beside, loss, observe
+
+
+class Rerun:
+    """A request to run the coroutine `block(x, plan)` and keep only x and the plan of its exchanges for
+    backward, which runs it again. The yield returns the block's output."""
+
+    def __init__(self, block, x):
+        self.block, self.x = block, x
+
+
+ADJOINT = {"out": "back", "back": "out"}
+_anchor = torch.empty(0, requires_grad=True)    # gives what enters a segment a reason to require grad
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inlet, anchor, x):
+        ctx.inlet = inlet
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.inlet.grad = grad
+        return None, None, None
+
+
+class Inlet:
+    """Where a tensor enters a segment. Boxes the gradient that comes back there and holds no data: a tape
+    that held the tensors it cuts would keep every exchanged buffer alive until backward."""
+
+    def __init__(self, x):
+        self.grad, self.like = None, (x.shape, x.dtype, x.device)
+
+    @classmethod
+    def enter(cls, x):
+        """Returns (inlet, x as a fresh leaf)."""
+        inlet = cls(x)
+        return inlet, _Enter.apply(inlet, _anchor, x)
+
+    def take(self):
+        """The gradient, zeros if none came: every rank takes part in every exchange."""
+        grad, self.grad = self.grad, None
+        shape, dtype, device = self.like
+        return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+def _edge(x):
+    return get_gradient_edge(x) if x.requires_grad else None
+
+
+def _backward(edges, grads):
+    pairs = [(e, g) for e, g in zip(edges, grads) if e is not None]
+    if pairs:
+        torch.autograd.backward(*map(list, zip(*pairs)))
+
+
+class _Cut:
+    """The joint that an exchange leaves between two segments."""
+
+    def __init__(self, request):
+        self.plan, self.direction = request.plan, request.direction
+        self.sent, self.carried = [_edge(x) for x in request.tensors], [_edge(x) for x in request.carry]
+        self.loss = None if request.loss is None else (_edge(request.loss), torch.ones_like(request.loss))
+        self.beside = None
+
+    def run_beside(self, function, x):
+        """Runs function(x) as a segment of its own and returns its result, cut off."""
+        inlet, entered = Inlet.enter(x.detach())
+        y = function(entered)
+        self.beside = (_edge(x), inlet, _edge(y))
+        return y.detach()
+
+    def enter(self, tensors):
+        self.inlets, tensors = zip(*map(Inlet.enter, tensors))
+        return tensors
+
+    def backward(self):
+        """Coroutine. Returns the edges of the segment before the cut, and their gradients."""
+        grads = [inlet.take() for inlet in self.inlets]
+        n = len(self.inlets) - len(self.carried) - (self.beside is not None)
+        travel = self.plan.travel(ADJOINT[self.direction], *grads[:n])
+        next(travel)
+        edges, carried = self.sent + self.carried, grads[n:n + len(self.carried)]
+        if self.beside is not None:
+            edge, inlet, result = self.beside
+            _backward([result], grads[-1:])
+            edges, carried = edges + [edge], carried + [inlet.take()]
+        del grads
+        yield
+        arrived = yield from travel
+        if self.loss is not None:
+            return [*edges, self.loss[0]], [*arrived, *carried, self.loss[1]]
+        return edges, [*arrived, *carried]
+
+
+class _RerunCut:
+    """The joint that a whole recomputed block leaves."""
+
+    def __init__(self, request):
+        self.block, self.x, self.edge = request.block, request.x.detach(), _edge(request.x)
+
+    def backward(self):
+        inner = Tape(replay=True)
+        inlet, x = Inlet.enter(self.x)
+        yield from inner.forward(self.block(x, self.plan))
+        del x
+        yield from inner.backward(self.inlet.take())
+        return [self.edge], [inlet.take()]
+
+
+class Tape:
+    """One microbatch's way through this rank's blocks, forward and back.
+
+    record  keep what backward needs (False: evaluation, sampling)
+    observe let requests report their statistics (the first pass of a training step)
+    replay  this is a recompute: results need not come back again, since what follows them in the block is
+            linear in them and backward needs no values
+    """
+
+    def __init__(self, record=True, observe=False, replay=False):
+        self.record, self.observe, self.replay = record, observe, replay
+        self.cuts, self.plan = [], None
+
+    def forward(self, coroutine):
+        """Coroutine: drives a model's coroutine to its end and returns its value, detached."""
+        arrived = None
+        while True:
+            # grad mode is set per segment, never across a yield: it would leak into the other microbatch
+            with torch.set_grad_enabled(self.record):
+                try:
+                    request = coroutine.send(arrived)
+                except StopIteration as end:
+                    self.output = _edge(end.value) if self.record else None
+                    return end.value.detach()
+            served = (self._rerun if isinstance(request, Rerun) else self._exchange)(request)
+            del request, arrived    # while tokens travel, only the coroutine itself holds its tensors
+            arrived = yield from served
+
+    def backward(self, grad):
+        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value."""
+        edges, grads = [self.output], [grad]
+        while True:
+            _backward(edges, grads)
+            if not self.cuts:
+                return
+            edges, grads = yield from self.cuts.pop().backward()
+
+    def _exchange(self, request):
+        plan, self.plan = request.plan, request.plan
+        if self.observe and request.observe is not None:
+            request.observe()
+        cut = _Cut(request) if self.record and request.tensors else None
+        sent, carried = [x.detach() for x in request.tensors], [x.detach() for x in request.carry]
+        beside, direction = request.beside, request.direction
+        del request
+        results = []
+        if self.replay and direction == "back":
+            arrived = [x[:1].new_zeros(()).expand(plan.shape_home(x)) for x in sent]
+        else:
+            travel = plan.travel(direction, *sent)
+            next(travel)
+            if beside is not None:
+                with torch.set_grad_enabled(self.record):
+                    results = [cut.run_beside(*beside) if cut else beside[0](beside[1].detach())]
+            del sent, beside
+            yield
+            arrived = (yield from travel) or ()
+        if cut is None:
+            return (*arrived, *carried, *results)
+        self.cuts.append(cut)
+        with torch.enable_grad():
+            return cut.enter([*arrived, *carried, *results])
+
+    def _rerun(self, request):
+        inner = Tape(record=False, observe=self.observe)
+        cut = _RerunCut(request) if self.record else None
+        y = yield from inner.forward(request.block(request.x.detach(), None))
+        if cut is None:
+            return y
+        cut.plan = inner.plan
+        self.cuts.append(cut)
+        with torch.enable_grad():
+            cut.inlet, y = Inlet.enter(y)
+        return y
+
+
+def recomputed(function, *args):
+    """function(*args), keeping only args for backward, which runs it again (no exchange inside)."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def together(*coroutines):
+    """Runs coroutines in turns, each until its next exchange is in flight. Returns their values."""
+    values, live = [None] * len(coroutines), dict(enumerate(coroutines))
+    while live:
+        for i, coroutine in list(live.items()):
+            try:
+                next(coroutine)
+            except StopIteration as end:
+                values[i] = end.value
+                del live[i]
+    return values
+
+
+def schedule(stage, pp, m, pair):
+    """This stage's cells in order for m microbatches: ("F", i), ("B", i), or both at once under `pair`.
+
+    One-forward-one-backward; with `pair` a cell is the forward of a later microbatch beside the backward of
+    an earlier one, which takes twice the warm-up or every stage would wait for the next.
+    """
+    warm_up = min((pp - 1 - stage) * (2 if pair else 1) + pair, m)
+    cells = [[("F", i)] for i in range(warm_up)]
+    for i in range(m):
+        later = [("F", i + warm_up)] if i + warm_up < m else []
+        cells += [later + [("B", i)]] if pair else [cell for cell in (later, [("B", i)]) if cell]
+    return cells
