@@ -113,13 +113,9 @@ def gather_rows(x_TD, row_R):
 
 def gather_sum(y_RD, slot_TK):
     """x[t] = sum over k of y[slot[t, k]]; a slot of -1 contributes exactly zero, whatever y holds."""
-    if len(y_RD) == 0:
-        return y_RD.new_zeros(len(slot_TK), *y_RD.shape[1:])
-    total = None
-    for slot_T in slot_TK.unbind(1):
-        part = y_RD.index_select(0, slot_T.clamp_min(0)).masked_fill_((slot_T < 0)[:, None], 0)
-        total = part if total is None else total.add_(part)
-    return total
+    # -1 points at a row of zeros appended for it: masking instead would be slower, and 0·NaN is NaN
+    padded = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
+    return F.embedding_bag(torch.where(slot_TK < 0, len(y_RD), slot_TK), padded, mode="sum")
 
 
 class _Permute(torch.autograd.Function):
@@ -167,7 +163,7 @@ def grouped_mm(a, b, ends_L):
     """torch's grouped product: rows [ends[l-1], ends[l]) of `a` times b[l]; or, when `b` is 2-D too,
     one product per group over that run of the inner dimension. A loop where torch's own does not run."""
     aligned = all(s * a.element_size() % 16 == 0 for t in (a, b) for s in t.stride() if s != 1)
-    if aligned and 0 not in a.shape:
+    if aligned and 0 not in a.shape and a.dtype != torch.float64:
         return F.grouped_mm(a, b, offs=ends_L)
     return grouped_mm_loop(a, b, ends_L)
 
@@ -215,7 +211,7 @@ def grouped_gemm(x_RD, w_LFD, ends_L):
 
 # Rows worked on at once on a CPU, so that a block's temporaries stay in its cache: as whole-tensor
 # operations the backward below took a third of a training step.
-SWIGLU_ROWS = 64
+SWIGLU_ROWS = 128
 
 
 def _row_blocks(*tensors):
@@ -244,14 +240,12 @@ class _SwiGLU(torch.autograd.Function):
         for h, p, dy, dh, dp in _row_blocks(h_R2F, p_R, dy_RF, dh_R2F, dp_R):
             gate, up = h.chunk(2, 1)
             dgate, dup = dh.chunk(2, 1)
-            sig = torch.sigmoid(gate)
-            act = gate * sig
+            act = F.silu(gate)
             if p is not None:
-                torch.sum(dy * act * up, 1, dtype=dp.dtype, out=dp)
-                dy = (dy * p[:, None]).to(dy.dtype)
+                dp.copy_(torch.linalg.vecdot(dy, act * up))
+                dy = dy * p[:, None].to(dy.dtype)
             torch.mul(dy, act, out=dup)
-            # silu'(g) = s + g·s·(1 − s)
-            torch.mul(act - act * sig + sig, up, out=dgate).mul_(dy)
+            torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
         return dh_R2F, dp_R
 
 

@@ -146,7 +146,7 @@ class Optimizer:
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
             family.reduce()
-        squares = sum(f.master.grad.square().sum(dtype=torch.float64) for f in self.families)
+        squares = sum(torch.linalg.vector_norm(f.master.grad).double() ** 2 for f in self.families)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()

@@ -5,13 +5,16 @@ The reference, REF, is one process, fp32, the same weights and global batch. Fun
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import pickle
-import sys
 import tempfile
+import time
 import traceback
+from multiprocessing.connection import wait
+from random import Random
 
 import numpy as np
 import torch
@@ -28,7 +31,7 @@ SMALL = dict(vocab_size=64, n_layer=3, n_dense_layers=1, d_model=32, d_ff=48, n_
 
 
 class Pool:
-    """RANKS processes joined in one gloo job. `run(world, fn, *args)` calls fn(*args) on the first `world` of
+    """RANKS processes joined in one gloo job. `run(world, fn, *args, **kwargs)` calls fn on the first `world` of
     them and returns the results in rank order. A failure shows the traceback of the rank that failed."""
 
     def __init__(self):
@@ -43,24 +46,34 @@ class Pool:
             process.start()
             self.workers.append((process, mine))
 
-    def run(self, world, fn, *args, timeout=120):
+    def run(self, world, fn, *args, timeout=120, **kwargs):
         if not self.workers:
             self._start()
-        job = pickle.dumps((fn, args))
+        job = pickle.dumps(functools.partial(fn, *args, **kwargs))
         for _, pipe in self.workers[:world]:
             pipe.send_bytes(job)
-        results, failures = [], []
-        for rank, (_, pipe) in enumerate(self.workers[:world]):
+        results, failures = {}, []
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
+        while waiting:
             # once a rank failed, the others may wait for it for ever
-            if pipe.poll(timeout if not failures else 5):
-                ok, value = pickle.loads(pipe.recv_bytes())
-                (results if ok else failures).append(value if ok else f"rank {rank}:\n{value}")
-            else:
-                failures.append(f"rank {rank}: no answer")
+            ready = wait(waiting, 5 if failures else timeout)
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    ok, value = False, "died"
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank}:\n{value}")
+            if not ready:
+                failures += [f"rank {rank}: no answer" for rank in waiting.values()]
+                break
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
-        return results
+        return [results[rank] for rank in range(world)]
 
     def close(self):
         for process, _ in self.workers:
@@ -76,9 +89,9 @@ def _serve(rank, store, pipe):
     torch.distributed.distributed_c10d._hash_ranks_to_str = lambda ranks: "ranks_" + "_".join(map(str, ranks))
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     while True:
-        fn, args = pickle.loads(pipe.recv_bytes())
+        job = pickle.loads(pipe.recv_bytes())
         try:
-            answer = (True, fn(*args))
+            answer = (True, job())
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
@@ -104,6 +117,16 @@ def config(**knobs):
 
 
 @contextlib.contextmanager
+def replaced(owner, name, value):
+    plain = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+@contextlib.contextmanager
 def ragged(change=None):
     """Data whose sequences have different numbers of valid tokens: some labels are ignored, some tails are
     padding. `change(tokens, labels, windows)` edits them in place instead."""
@@ -120,11 +143,13 @@ def ragged(change=None):
                 t[row, seq_len - w % 7:] = -1
         return t, y
 
-    data.batch = batch
-    try:
+    with replaced(data, "batch", batch):
         yield
-    finally:
-        data.batch = plain
+
+
+def data_as(uneven):
+    """False: full sequences; True: ragged ones; a function: what it makes of them."""
+    return ragged(uneven if callable(uneven) else None) if uneven else contextlib.nullcontext()
 
 
 def gradients_of(trainer, step=0):
@@ -144,13 +169,34 @@ def losses_of(trainer, steps):
 def run_layout(knobs, world, steps=5, uneven=True, prepare=None):
     """The gradients of the first step and the losses of `steps` SGD steps under a layout."""
     import train
-    with ragged() if uneven else contextlib.nullcontext():
+    with data_as(uneven):
         trainer = train.Trainer(config(**knobs), world)
         if prepare:
             prepare(trainer)
         result = gradients_of(trainer)
         result["losses"] = losses_of(trainer, steps)
     return result
+
+
+def run_layouts(variants, world, **how):
+    """run_layout for several sets of knobs in one go."""
+    return [run_layout(knobs, world, **how) for knobs in variants]
+
+
+def log_rows(knobs, world, steps=1, uneven=False, prepare=None):
+    """What the log writes about the first steps, a row each. Every step is said to take a second, and the peak
+    to be 1 TFLOPS."""
+    import train
+    with data_as(uneven), replaced(train, "peak_flops", lambda *_: 1e12):
+        trainer = train.Trainer(config(**knobs), world)
+        if prepare:
+            prepare(trainer)
+        log = train.Log(trainer)
+        for step in range(steps):
+            result = trainer.step(step)
+            result.seconds = 1.0
+            log.step(result)
+    return log.history
 
 
 def assert_equals(ref, got, tolerance=1e-5, what=""):
@@ -172,3 +218,131 @@ def assert_equals(ref, got, tolerance=1e-5, what=""):
 def bit_equal(a, b):
     return (a["loss"], a["norm"], a.get("losses")) == (b["loss"], b["norm"], b.get("losses")) and all(
         torch.equal(a["grads"][name], b["grads"][name]) for name in a["grads"])
+
+
+# ---- routers that do as they are told ----
+
+
+def force_router(trainer, table):
+    """Every MoE layer sends token id v to the experts table[v]; gradients still flow through the weights."""
+    def told(layer, plain):
+        def forward(x_TD, h_TD, batch, plan=None):
+            # the layer routes before it first yields, so no other microbatch can come between these two lines
+            layer.router.choose = lambda scores_TE: table[batch.tokens_T.clamp_min(0)]
+            return (yield from plain(x_TD, h_TD, batch, plan))
+        return forward
+
+    for layer in trainer.model.moes.values():
+        layer.forward = told(layer, layer.forward)
+
+
+def route_table(preset, num_experts=8, top_k=2, ranks=4, vocab_size=64):
+    """[V, K] for force_router. "one expert empty" and "one rank empty" leave out the last of them."""
+    if preset == "all to one":
+        return torch.arange(top_k).expand(vocab_size, top_k)
+    used = {"balanced": num_experts, "one expert empty": num_experts - 1,
+            "one rank empty": num_experts - num_experts // ranks}[preset]
+    return (torch.arange(vocab_size)[:, None] + torch.arange(top_k)) % used
+
+
+def forced(preset, **sizes):
+    """A `prepare` for run_layout and log_rows."""
+    return functools.partial(force_router, table=route_table(preset, **sizes))
+
+
+@torch.no_grad()
+def all_ties(trainer):
+    """Every expert scores the same for every token."""
+    for layer in trainer.model.moes.values():
+        layer.router.weight.zero_()
+    trainer.optimizer.start()
+
+
+def low_bias(trainer):
+    """Score plus bias is negative everywhere."""
+    for layer in trainer.model.moes.values():
+        layer.router.bias_E.fill_(-2)
+
+
+def watch_routing(trainer):
+    """→ a list that gets {layer, batch, replay, experts, weights, scores, logits} whenever a layer routes."""
+    seen, batches = [], {}
+
+    def watched(number, layer, plain):
+        def forward(x_TD, h_TD, batch, plan=None):
+            replay = (number, id(batch)) in batches
+            batches[number, id(batch)] = batch
+            route = type(layer.router).forward
+
+            def router(*args):
+                experts, weights, scores, logits = out = route(layer.router, *args)
+                seen.append(dict(layer=number, batch=batch, replay=replay, experts=experts, weights=weights.detach(),
+                                 scores=scores.detach(), logits=logits.detach()))
+                return out
+
+            layer.router.forward = router
+            return (yield from plain(x_TD, h_TD, batch, plan))
+        return forward
+
+    for number, layer in trainer.model.moes.items():
+        layer.forward = watched(number, layer, layer.forward)
+    return seen
+
+
+# ---- unkind machinery ----
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Memory that nobody wrote holds NaN, and so do the rows that a grouped GEMM does not compute."""
+    import kernels
+    import train  # noqa: F401  (what modules make when they are imported stays as it is)
+
+    def fill(t):
+        return t.fill_(torch.nan) if t.is_floating_point() else t
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            filled = lambda *args, plain=getattr(owner, name), **kwargs: fill(plain(*args, **kwargs))
+            stack.enter_context(replaced(owner, name, filled))
+        plain_mm = kernels.grouped_mm
+
+        def grouped_mm(a, b, ends_L):
+            y = plain_mm(a, b, ends_L)
+            if b.ndim == 3:
+                y[ends_L[-1]:] = torch.nan
+            return y
+
+        stack.enter_context(replaced(kernels, "grouped_mm", grouped_mm))
+        yield
+
+
+class _Late:
+    def __init__(self, group, x, send, recv, plain, random):
+        self.x, self.copy, self.random, self.done = x, x.clone(), random, False
+        self.hidden, self.work = plain(group, self.copy, send, recv)
+        self.out = torch.full_like(self.hidden, torch.nan if x.is_floating_point() else -1)
+
+    def wait(self):
+        time.sleep(self.random.random() * 2e-3)
+        self.work.wait()
+        assert torch.equal(*(t.nan_to_num() for t in (self.x, self.copy))), "changed while it travelled"
+        self.out.copy_(self.hidden)
+        self.done = True
+
+
+@contextlib.contextmanager
+def late_exchanges():
+    """What an all-to-all delivers is NaN until its wait() returns, launches and waits take a random time, and
+    what was sent may not change before. → the list of exchanges launched; all must have been awaited."""
+    import parallel
+    plain, random, launched = parallel.Group.all_to_all, Random(torch.distributed.get_rank()), []
+
+    def all_to_all(self, x, send=None, recv=None):
+        time.sleep(random.random() * 2e-3)
+        launched.append(_Late(self, x, send, recv, plain, random))
+        return launched[-1].out, launched[-1]
+
+    with replaced(parallel.Group, "all_to_all", all_to_all):
+        yield launched
+    assert all(work.done for work in launched), "an exchange was never awaited"
