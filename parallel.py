@@ -119,7 +119,7 @@ def check(cfg, world):
     if plane % experts:
         problems.append(f"etp*ep = {cfg.etp}*{cfg.ep} = {experts} does not divide the {plane} ranks of a pipeline "
                         f"stage: set ep to {_choices(d for d in _divisors(plane) if cfg.num_experts % d == 0)}, or 0")
-    if cfg.num_experts % max(cfg.ep, 1):
+    elif cfg.num_experts % max(cfg.ep, 1):
         problems.append(f"ep={cfg.ep} does not divide num_experts={cfg.num_experts}: "
                         f"set ep to {_choices(_divisors(cfg.num_experts))}")
     return problems

@@ -1,0 +1,131 @@
+"""The command line: what a run writes, and what bad input says before anything is built."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import numpy as np
+import pytest
+import train
+from settings import load
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--n_layer=2", "--n_dense_layers=1", "--d_model=32", "--n_head=2", "--d_ff=48", "--d_expert=16",
+         "--seq_len=16", "--global_batch=8", "--max_steps=5", "--n_shared_experts=1", "--device=cpu"]
+KEYS = {"step", "tokens", "loss", "aux_loss", "z_loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_gpu", "mfu",
+        "drop_fraction", "load_imbalance", "a2a_share", "gemm_efficiency", "memory_gb", "step_s"}
+
+
+def run(folder, ranks, *args):
+    """train.py as a user starts it; → (finished process, rows of metrics.jsonl)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable] if ranks == 1 else [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    done = subprocess.run([*start, str(ROOT / "train.py"), *SMALL, *args, "--out_dir=out"], cwd=folder,
+                          capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done, [json.loads(line) for line in open(folder / "out" / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Bytes to train on, of which a run can print a sample."""
+    ids = np.frombuffer((ROOT / "parallel.py").read_bytes(), dtype=np.uint8)
+    return harness.write_tokens(tmp_path_factory.mktemp("text"), ids, vocab_size=256)
+
+
+def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
+    knobs = [f"--data={text}", "--optimizer=sgd", "--lr=0.1", "--capacity_factor=0", "--aux_loss_coef=0",
+             "--eval_interval=2", "--eval_steps=2"]
+    rows = []
+    for ranks, more in ((1, []), (4, ["--ep=4", "--micro_batch=1"])):
+        (tmp_path / str(ranks)).mkdir()
+        done, written = run(tmp_path / str(ranks), ranks, *knobs, *more)
+        rows.append(written)
+        for word in ("experts: pp 1", "parameters", "traffic per step", "step 5/5", "expert utilization", "sample:"):
+            assert word in done.stdout, (ranks, word, done.stdout)
+    assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]] == [1, 2, 3, 4, 5]
+    for one, four in zip(*rows):
+        assert KEYS <= one.keys() == four.keys()
+        assert four["tokens"] == one["tokens"] == one["step"] * 8 * 16
+        for key in ("loss", "grad_norm", "val_loss"):
+            assert math.isclose(one.get(key, 0), four.get(key, 0), rel_tol=1e-5), (key, one, four)
+        assert four["drop_fraction"] == 0 and four["load_imbalance"] == pytest.approx(one["load_imbalance"])
+        assert all(v is None or math.isfinite(v) for v in four.values())
+        assert four["a2a_share"] > 0 == one["a2a_share"]
+    assert ["val_loss" in r for r in rows[0]] == [False, True, False, True, True]
+    assert rows[0][-1]["val_loss"] < rows[0][1]["val_loss"]
+
+
+def test_help_names_every_knob_by_file():
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for name in ("kernels.py", "parallel.py", "dispatch.py", "moe.py", "model.py", "optim.py", "train.py",
+                 "capacity_factor", "aux_loss_scope", "eval_interval"):
+        assert name in done.stdout
+
+
+BAD = [
+    (["--capcity_factor=1"], 1, ["capcity_factor", "capacity_factor"]),
+    (["--tp=two"], 1, ["tp", "two", "int"]),
+    (["--tp=2"], 4, ["tp=2", "set tp=1"]),
+    (["--cp=2"], 4, ["cp=2", "set cp=1"]),
+    (["--pp=2"], 4, ["pp=2", "set pp=1"]),
+    (["--etp=2"], 4, ["etp=2", "set etp=1"]),
+    (["--ep=3"], 4, ["etp*ep = 1*3 = 3", "4 ranks", "set ep to 1, 2 or 4"]),
+    (["--ep=4", "--num_experts=6"], 4, ["ep=4", "num_experts=6"]),
+    (["--top_k=9"], 1, ["top_k=9", "num_experts=8"]),
+    (["--top_k=1"], 1, ["top_k=1", "norm_topk"]),
+    (["--n_groups=3"], 1, ["n_groups=3", "num_experts=8"]),
+    (["--n_groups=4", "--topk_groups=1", "--top_k=3"], 1, ["top_k=3", "topk_groups=1"]),
+    (["--seq_len=9999"], 1, ["seq_len", "9999"]),
+    (["--vocab_size=10"], 1, ["vocab_size=10", "64"]),
+    (["--data=nowhere"], 1, ["data=nowhere"]),
+    (["--global_batch=6"], 4, ["global_batch=6", "4"]),
+    (["--global_batch=8", "--micro_batch=3"], 1, ["global_batch=8", "micro_batch", "3"]),
+    (["--n_head=3"], 1, ["n_head=3", "d_model=256"]),
+    (["--n_kv_head=3"], 1, ["n_kv_head=3", "n_head=4"]),
+    (["--min_lr=1"], 1, ["min_lr=1", "lr"]),
+    (["--recompute=all"], 1, ["recompute", "all", "moe"]),
+    (["--device=cuda"], 1, ["device=cuda"]),
+]
+
+
+@pytest.mark.parametrize("args, world, words", BAD, ids=[" ".join(args) for args, _, _ in BAD])
+def test_bad_input_is_one_line_and_exit_2(args, world, words, tokens, capsys, monkeypatch):
+    for rank in range(world):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as exit:
+            load(train.Config, [f"--data={tokens}", "--seq_len=16", *args], lambda cfg: train.check(cfg, world))
+        assert exit.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (rank == 0), lines
+        assert rank or all(word in lines[0] for word in words), lines
+
+
+def test_all_problems_at_once(tokens, capsys):
+    with pytest.raises(SystemExit):
+        load(train.Config, [f"--data={tokens}", "--seq_len=16", "--top_k=9", "--ep=3", "--n_head=3", "--typo=1"],
+             lambda cfg: train.check(cfg, 4))
+    assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+def past_the_end(knobs, world):
+    trainer = train.Trainer(harness.config(**knobs), world)
+    return harness.losses_of(trainer, 6)
+
+
+def test_ranks_run_out_of_data_together(pool, tmp_path):
+    """10 windows, 4 at a time: the third step takes the last two of one epoch and the first two of the next."""
+    data = harness.write_tokens(tmp_path / "few", np.random.RandomState(1).randint(0, 64, 16 * 10 + 1))
+    knobs = dict(data=data, global_batch=4, max_steps=6)
+    one = pool.run(1, past_the_end, knobs, 1)[0]
+    for four in pool.run(4, past_the_end, knobs, 4):
+        assert len(four) == 6 and np.allclose(four, one, rtol=1e-5)
