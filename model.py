@@ -187,15 +187,19 @@ ROWS = 4096     # rows drawn from one seed, so that a rank draws only the blocks
 @torch.no_grad()
 def init_weights(model, seed):
     """Normal with variance 1/d_in, so that normalized inputs give outputs of unit size at any width; output
-    projections scaled by 1/sqrt(2·n_layer) as in GPT-2; an embedding that is not the head too has variance 1;
-    norms are 1. By (seed, name, block of rows) alone: an expert is a block of its own. A rank draws whole blocks
-    and keeps its slice."""
+    projections scaled by 1/sqrt(2·n_layer) as in GPT-2; an embedding that is not also the head has variance 1;
+    norms are 1. Values depend on (seed, name, block of rows) alone; an expert is a block of its own. A rank
+    draws whole blocks and keeps its slice."""
     for name, param in model.named_parameters():
         if "norm" in name:
             param.fill_(1)
             continue
         full, shards = model.full_shape(name, param.shape), model.shards(name)
-        std = 1 if name == "embedding" and model.head is not None else full[-1] ** -0.5 / ((2 * model.cfg.n_layer) ** 0.5 if name.endswith((".wo", ".w2")) else 1)
+        std = full[-1] ** -0.5
+        if name == "embedding" and model.head is not None:
+            std = 1
+        elif name.endswith((".wo", ".w2")):
+            std /= (2 * model.cfg.n_layer) ** 0.5
         index = [slice(None)] * param.ndim
         for group, dim in shards.items():
             start = getattr(model.layout, group).rank * param.shape[dim]

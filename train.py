@@ -272,7 +272,8 @@ class Log:
     def ledger(self, rows):
         """Traffic of one step as this rank sent it."""
         node, domain = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), parallel.nvl_domain(self.cfg)
-        self.print(f"  {'traffic per step':16} {'collective':15} {'calls':>6} {'MB sent':>9} {'in node':>8} {'in domain':>10}",
+        self.print(f"  {'traffic per step':16} {'collective':15} {'calls':>6} {'MB sent':>9} {'in node':>8} "
+                   f"{'in domain':>10}",
                    *(f"  {group.name:16} {op:15} {calls:6} {sent / 1e6:9.2f} {group.near(node):8.0%} "
                      f"{group.near(domain):10.0%}" for (group, op), (calls, sent) in rows.items()))
 
