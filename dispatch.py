@@ -8,6 +8,7 @@ one assignment (one of a token's K choices), grouped by expert and therefore by 
                     many rows of each segment are real.
     dropless mode   as many slots as assignments; sizes travel first, as an exchange of their own.
 
+Where an expert is cut into slices (expert tensor parallelism), all ranks that hold a slice get all its rows.
 The receiver holds Q rows in (source rank, expert) order and works on R of them in expert-major order. All
 moves are gathers through maps whose inverse is known (kernels.permute), so nothing is ever scattered.
 
@@ -67,11 +68,12 @@ class Plan:
     row_R, place_Q, ends_L   received row ↔ expert-major row and the experts' ends, once rows have arrived
     """
 
-    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep):
-        self.experts_TK, self.ep, self.capacity = experts_TK, ep, capacity
+    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp):
+        self.experts_TK, self.ep, self.etp, self.capacity = experts_TK, ep, etp, capacity
         self.num_experts, self.device = num_experts, experts_TK.device
         self.num_local = num_experts // ep.size
-        self.send = self.recv = self.row_R = None
+        # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
+        self.send = self.recv = self.share = self.row_R = None
         T, K = experts_TK.shape
 
         # Assignments sorted by expert; within one, first the ones to keep. Not-routed ones sort last.
@@ -107,57 +109,75 @@ class Plan:
     def travel(self, direction, rows=None, weights=None):
         """Coroutine, for the driver: rows [S, D] and their router weights [S] go "out" and arrive as [Q, …];
         results [Q, D] come "back" to their slots. Gradients travel the opposite way. "counts" exchanges
-        what dropless mode must know first."""
+        what dropless mode must know first.
+
+        Out: to the experts' ranks over ep, then to all ranks that share these experts over etp. Back: each of
+        them has computed a part of every result; the parts go to the rank whose ep peers sent the row, are
+        summed there, and go home over ep."""
+        if self.ep.size * self.etp.size == 1:
+            yield       # no way to go, but every exchange is one turn
         if direction == "counts":
-            return self._travel_counts()
-        return self._travel_rows(direction, rows, weights)
+            return (yield from self._travel_counts())
+        return (yield from (self._travel_out if direction == "out" else self._travel_back)(rows, weights))
 
     def _travel_counts(self):
-        W, L = self.ep.size, self.num_local
-        counts_WL, work = self.counts_E, None
-        if W > 1:
-            counts_WL, work = self.ep.all_to_all(self.counts_E)
-        yield
-        if work is not None:
-            self._wait(work)
-        both = torch.stack([self.counts_E, counts_WL]).view(2, W, L).sum(2)
-        if both.is_cuda:
+        W, L, N = self.ep.size, self.num_local, self.etp.size
+        counts_WL = yield from self._hop(self.ep, self.counts_E, None, None)
+        counts_QL = yield from self._hop(self.etp, counts_WL.repeat(N), None, None)
+        host = torch.cat([self.counts_E, counts_QL]).view((1 + N) * W, L).sum(1)
+        if host.is_cuda:
             # the host needs the sizes, but the other microbatch need not stop for it
-            both, event = both.to("cpu", non_blocking=True), torch.cuda.Event()
+            host, event = host.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
             yield
             event.synchronize()
-        self.send, self.recv = both.tolist()
+        self.send, *sources = host.view(1 + N, W).tolist()
+        self.recv, self.share = sources[self.etp.rank], [sum(s) for s in sources]
         self.choice_S = self.choice_S[:sum(self.send)]
-        self._arrange(counts_WL.view(W, L))
+        self._arrange(counts_QL.view(N * W, L))
 
-    def _travel_rows(self, direction, rows, weights):
-        if self.ep.size == 1:
-            yield
-            self._arrived(weights)
-            return [rows] if weights is None else [rows, weights]
-        D = rows.shape[1]
+    def _travel_out(self, rows, weights):
+        D, N = rows.shape[1], self.etp.size
         wire = rows if weights is None else _pack(rows, weights)
-        sizes = (self.send, self.recv) if direction == "out" else (self.recv, self.send)
-        out, work = self.ep.all_to_all(wire.contiguous(), *sizes)
-        yield
-        self._wait(work)
+        wire = yield from self._hop(self.ep, wire, self.send, self.recv)
+        wire = yield from self._hop(self.etp, wire.repeat(N, 1) if N > 1 else wire, self.recv and N * [len(wire)],
+                                    self.share)
         if weights is None:
-            return [out]
-        rows, weights = _unpack(out, D)
+            return [wire]
+        rows, weights = _unpack(wire, D)
         self._arrived(weights)
         return [rows, weights]
 
-    def _wait(self, work):
+    def _travel_back(self, rows, weights):
+        D, N = rows.shape[1], self.etp.size
+        wire = rows if weights is None else _pack(rows, weights)
+        if N > 1:
+            own = len(wire) // N if self.share is None else self.share[self.etp.rank]
+            wire = yield from self._hop(self.etp, wire, self.share, self.share and N * [own])
+            if weights is None:
+                wire = wire.view(N, own, D).sum(0)
+            else:
+                rows, weights = _unpack(wire, D)
+                wire = _pack(rows.reshape(N, own, D).sum(0), weights.view(N, own).sum(0))
+        wire = yield from self._hop(self.ep, wire, self.recv, self.send)
+        return [wire] if weights is None else [*_unpack(wire, D)]
+
+    def _hop(self, group, wire, send, recv):
+        """Coroutine: one all-to-all, `yield`ing while it is in flight."""
+        if group.size == 1:
+            return wire
+        out, work = group.all_to_all(wire.contiguous(), send, recv)
+        yield
         with clock.span("exchange", self.device):
             work.wait()
+        return out
 
     def _arrived(self, weights_Q):
         """Capacity mode learns the sizes from the rows themselves."""
         if self.row_R is None:
-            W, L, C = self.ep.size, self.num_local, self.capacity
             # not "weights >= 0": a NaN is a row too, and must reach the loss
-            self._arrange((weights_Q.view(W, L, C) < 0).logical_not().sum(2))
+            filled_Q = (weights_Q < 0).logical_not()
+            self._arrange(filled_Q.view(-1, self.num_local, self.capacity).sum(2))
 
     def _arrange(self, counts_WL):
         """The maps between received rows, in (source, expert) order, and expert-major rows."""
@@ -167,7 +187,7 @@ class Plan:
         if self.capacity:
             Q, base_WL = W * L * self.capacity, segment_WL * self.capacity
         else:
-            Q = sum(self.recv)
+            Q = sum(self.share)
             base_WL = _spans(counts_WL.flatten())[0].view(W, L)
         position = torch.arange(Q, device=self.device)
         # the run that holds each row: the first whose end lies beyond it

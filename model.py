@@ -6,7 +6,9 @@ parallel.py): it yields whenever tokens travel, so run it with a Tape, or with `
 Every parameter's initial values depend on (seed, name) alone, never on the layout, and every parameter
 knows along which of its dimensions it is sliced over which mesh dimension (`shards`).
 
-Shapes: T = B·S tokens on this rank, D model width, B sequences, S sequence length, H heads, V vocabulary.
+Shapes: T tokens on this rank, G = B·S = T·tp tokens of its tensor-parallel group, D model width, B sequences,
+S positions of each on this rank, P positions of the whole sequence, H heads on this rank, V vocabulary rows on
+this rank, d width of a head.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
-from kernels import linear, rms_norm
+from kernels import rms_norm
 from moe import Batch, FeedForward, MoE
-from parallel import Rerun, Tape, together
+from parallel import (Rerun, Tape, column_linear, cross_entropy, gather_sequence, row_linear, scatter, sum_over,
+                      together, zigzag_runs)
 from settings import knob
 
 
@@ -48,8 +52,21 @@ def check(cfg):
         problems.append(f"n_head={cfg.n_head} does not divide d_model={cfg.d_model}: change n_head or set d_head")
     elif head_width(cfg) % 2:
         problems.append(f"d_head={head_width(cfg)} is odd, but rotary positions turn pairs: make d_head even")
-    if cfg.n_kv_head and cfg.n_head % cfg.n_kv_head:
-        problems.append(f"n_kv_head={cfg.n_kv_head} does not divide n_head={cfg.n_head}")
+    kv = cfg.n_kv_head or cfg.n_head
+    if cfg.n_head % kv:
+        problems.append(f"n_kv_head={kv} does not divide n_head={cfg.n_head}")
+    if cfg.n_head % cfg.tp:
+        problems.append(f"tp={cfg.tp} does not divide n_head={cfg.n_head}: change tp or n_head")
+    elif kv % cfg.tp and cfg.tp % kv:
+        problems.append(f"tp={cfg.tp} and n_kv_head={kv}: one must divide the other")
+    if cfg.n_dense_layers and cfg.d_ff % cfg.tp:
+        problems.append(f"tp={cfg.tp} does not divide d_ff={cfg.d_ff}: change tp or d_ff")
+    if cfg.vocab_size % cfg.tp:
+        problems.append(f"tp={cfg.tp} does not divide vocab_size={cfg.vocab_size}: change tp, or set a larger "
+                        f"vocab_size")
+    if cfg.seq_len % (2 * cfg.cp if cfg.cp > 1 else 1):
+        problems.append(f"seq_len={cfg.seq_len} is not a multiple of 2*cp = 2*{cfg.cp} = {2 * cfg.cp}: change seq_len "
+                        f"or cp")
     if cfg.n_dense_layers > cfg.n_layer:
         problems.append(f"n_dense_layers={cfg.n_dense_layers} is more than n_layer={cfg.n_layer}")
     return problems
@@ -82,41 +99,78 @@ def rotate(x_BSHd, rope):
     return x_BSHd * cos + torch.cat((-second, first), -1) * sin
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+class SplitRMSNorm(RMSNorm):
+    """RMSNorm over a width of which every rank of `group` holds a part."""
 
-    def __init__(self, cfg):
+    def __init__(self, width, eps, group):
+        super().__init__(width // group.size, eps)
+        self.group, self.width = group, width
+
+    def forward(self, x):
+        squares = sum_over(x.float().square().sum(-1, keepdim=True), self.group)
+        return (x * (squares / self.width + self.eps).rsqrt()).to(x.dtype) * self.weight
+
+
+def attend(q_BSHd, k_BPHd, v_BPHd, first, end):
+    """Causal attention of queries at positions first to end - 1 to all keys before `end`."""
+    k, v = k_BPHd[:, :end], v_BPHd[:, :end]
+    mask = None
+    if first:
+        # queries are the last of the keys. On a GPU the bias object lets the flash kernel do without a mask
+        mask = (causal_lower_right(end - first, end) if q_BSHd.is_cuda else
+                torch.arange(first, end)[:, None] >= torch.arange(end))
+    y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q_BSHd, k, v)), attn_mask=mask,
+                                       is_causal=mask is None, enable_gqa=q_BSHd.shape[2] != k.shape[2])
+    return y.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions. Heads are spread over tp; with fewer heads of keys
+    and values than tp ranks, their weights are whole on every rank, which uses the head it needs. Sequences are
+    spread over cp, and keys and values gathered."""
+
+    def __init__(self, cfg, layout):
         super().__init__()
         D, d = cfg.d_model, head_width(cfg)
-        self.d, self.qk_norm, self.heads = d, cfg.qk_norm, (cfg.n_head, cfg.n_kv_head or cfg.n_head)
-        H, G = self.heads
+        self.d, self.qk_norm, self.tp, self.cp = d, cfg.qk_norm, layout.tp, layout.cp
+        H, kv = cfg.n_head // layout.tp.size, cfg.n_kv_head or cfg.n_head
+        self.kv_split = kv % layout.tp.size == 0
+        self.kv_first = 0 if self.kv_split else layout.tp.rank * kv // layout.tp.size
+        held = kv // layout.tp.size if self.kv_split else kv
+        self.kv = held if self.kv_split else 1
         self.wq = nn.Parameter(torch.empty(H * d, D))
-        self.wk, self.wv = nn.Parameter(torch.empty(G * d, D)), nn.Parameter(torch.empty(G * d, D))
+        self.wk, self.wv = nn.Parameter(torch.empty(held * d, D)), nn.Parameter(torch.empty(held * d, D))
         self.wo = nn.Parameter(torch.empty(D, H * d))
-        if cfg.qk_norm != "none":
-            widths = (d, d) if cfg.qk_norm == "head" else (H * d, G * d)
-            self.q_norm, self.k_norm = (RMSNorm(w, cfg.norm_eps) for w in widths)
+        if cfg.qk_norm == "head":
+            self.q_norm, self.k_norm = RMSNorm(d, cfg.norm_eps), RMSNorm(d, cfg.norm_eps)
+        elif cfg.qk_norm == "full":
+            self.q_norm = SplitRMSNorm(cfg.n_head * d, cfg.norm_eps, layout.tp)
+            self.k_norm = SplitRMSNorm(kv * d, cfg.norm_eps, layout.tp if self.kv_split else layout.alone)
 
     def forward(self, x_TD, batch):
         B, S = batch.shape
-        q, k, v = (linear(x_TD, w) for w in (self.wq, self.wk, self.wv))
+        # a norm over all heads needs all of them, before a rank picks its own
+        pick = slice(self.kv_first * self.d, (self.kv_first + self.kv) * self.d)
+        wk, wv = (self.wk, self.wv) if self.qk_norm == "full" else (self.wk[pick], self.wv[pick])
+        q, k, v = column_linear(x_TD, [self.wq, wk, wv], self.tp)
         if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = self.q_norm(q), self.k_norm(k)[:, pick], v[:, pick]
         q, k, v = (t.view(B, S, -1, self.d) for t in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, batch.rope), rotate(k, batch.rope)
-        y_BHSd = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True,
-                                                enable_gqa=self.heads[0] != self.heads[1])
-        return linear(y_BHSd.transpose(1, 2).reshape(B * S, -1), self.wo)
+        k, v = gather_sequence(torch.cat([k, v]), self.cp).chunk(2)
+        runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
+        y = torch.cat([attend(part, k, v, *run) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
+        return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
 
 
 class Block(nn.Module):
     def __init__(self, cfg, layout, dense):
         super().__init__()
-        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), Attention(cfg)
+        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), Attention(cfg, layout)
         self.norm2 = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.mlp = FeedForward(cfg.d_model, cfg.d_ff) if dense else None
+        self.mlp = FeedForward(cfg.d_model, cfg.d_ff, layout.tp) if dense else None
         self.moe = None if dense else MoE(cfg, layout)
 
     def forward(self, x_TD, batch, plan=None):
@@ -132,11 +186,12 @@ class Model(nn.Module):
     def __init__(self, cfg, layout):
         super().__init__()
         self.cfg, self.layout = cfg, layout
-        self.embedding = nn.Parameter(torch.empty(cfg.vocab_size, cfg.d_model))
+        V = cfg.vocab_size // layout.tp.size
+        self.embedding = nn.Parameter(torch.empty(V, cfg.d_model))
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
                                      for i in range(cfg.n_layer)})
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.head = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.d_model))
+        self.head = None if cfg.tie_embeddings else nn.Parameter(torch.empty(V, cfg.d_model))
 
     @property
     def moes(self):
@@ -144,8 +199,19 @@ class Model(nn.Module):
         return {int(i): block.moe for i, block in self.layers.items() if block.moe is not None}
 
     def shards(self, name):
-        """{mesh dimension: dimension of the parameter sliced over it}."""
-        return {"ep": 0} if ".experts." in name else {}
+        """{mesh dimension: dimension of the parameter sliced over it}. What is in no mesh dimension is whole on
+        every rank, and its gradient is a sum over all of them."""
+        path, _, leaf = name.rpartition(".")
+        if path.endswith("experts"):
+            return {"ep": 0, "etp": 2}
+        if path.endswith("mlp") or leaf == "wo":
+            return {"tp": 1}
+        if leaf in ("embedding", "head", "wq") or self.cfg.qk_norm == "full" and path.endswith("q_norm"):
+            return {"tp": 0}
+        kv_split = (self.cfg.n_kv_head or self.cfg.n_head) % self.layout.tp.size == 0
+        if kv_split and (leaf in ("wk", "wv") or self.cfg.qk_norm == "full" and path.endswith("k_norm")):
+            return {"tp": 0}
+        return {}
 
     def full_shape(self, name, shape):
         shape = list(shape)
@@ -154,23 +220,30 @@ class Model(nn.Module):
         return shape
 
     def forward(self, batch):
-        """Coroutine. With labels: the sum of cross entropy over this rank's valid tokens, fp32. Without: the
-        logits after each sequence's last token, [B, V], fp32."""
-        B, S = batch.shape
-        batch.rope = rope_table(torch.arange(S, device=batch.tokens_T.device), head_width(self.cfg),
-                                self.cfg.rope_theta)
-        x_TD = F.embedding(batch.tokens_T.clamp_min(0), self.embedding)
+        """Coroutine. With labels: the sum of cross entropy over the tp group's valid tokens, fp32. Without: each
+        sequence's logits after position batch.last, [B, V] of the whole vocabulary, fp32."""
+        tp, (B, S) = self.layout.tp, batch.shape
+        batch.rope = rope_table(batch.positions_S, head_width(self.cfg), self.cfg.rope_theta)
+        x_TD = self.embed(batch.tokens_G)
         for block in self.layers.values():
             if "full" in self.cfg.recompute:
                 x_TD = yield Rerun(lambda x, plan, block=block: block(x, batch, plan), x_TD)
             else:
                 x_TD = yield from block(x_TD, batch)
-        if batch.labels_T is None:
-            x_TD = x_TD.view(B, S, -1)[:, -1]
-        logits_TV = linear(self.norm(x_TD), self.embedding if self.head is None else self.head).float()
-        if batch.labels_T is None:
-            return logits_TV
-        return F.cross_entropy(logits_TV, batch.labels_T, ignore_index=-100, reduction="sum")
+        x_TD, head = self.norm(x_TD), self.embedding if self.head is None else self.head
+        if batch.labels_G is not None:
+            logits_GV, = column_linear(x_TD, [head], tp)
+            return cross_entropy(logits_GV.float(), batch.labels_G, tp)
+        here_S = (batch.positions_S == batch.last).to(x_TD.dtype)   # one context-parallel rank has the position
+        x_BD = self.layout.cp.all_reduce(here_S @ tp.all_gather(x_TD).view(B, S, -1))
+        return tp.all_gather(F.linear(x_BD, head).t()).t().float()
+
+    def embed(self, tokens_G):
+        """Every rank looks up the tokens whose rows it has; their sum is scattered."""
+        at_G = tokens_G.clamp_min(0) - self.layout.tp.rank * len(self.embedding)
+        here_G = (at_G >= 0) & (at_G < len(self.embedding))
+        x_GD = F.embedding(torch.where(here_G, at_G, 0), self.embedding)
+        return scatter(x_GD.masked_fill(~here_G[:, None], 0), self.layout.tp)
 
 
 def run(model, batch):
@@ -221,11 +294,13 @@ def init_weights(model, seed):
 def generate(model, prompt, length, temperature=0.8, top_k=40, seed=0):
     """Yields `length` token ids that continue the ids `prompt`. All ranks call it alike and draw alike;
     the context is the last seq_len tokens; temperature 0 takes the likeliest."""
-    device, ids = model.embedding.device, list(prompt)
+    ids, sizes = list(prompt), model.layout.sizes
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
-        context = torch.tensor(ids[-model.cfg.seq_len:], device=device)
-        logits_V = run(model, Batch(context, None, (1, len(context))))[0].cpu()
+        context = ids[-model.cfg.seq_len:]
+        padding = [-1] * (-len(context) % (2 * sizes.cp * sizes.tp))    # ranks share its positions evenly
+        batch = Batch(model.layout, torch.tensor([context + padding]), None, last=len(context) - 1)
+        logits_V = run(model, batch)[0].cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:

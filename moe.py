@@ -17,7 +17,7 @@ from torch import nn
 
 from dispatch import Plan, by_expert, by_source, combine, dispatch
 from kernels import grouped_gemm, linear, swiglu
-from parallel import Exchange, recomputed
+from parallel import Exchange, Layout, column_linear, recomputed, row_linear, to_device, zigzag
 from settings import knob
 
 
@@ -42,6 +42,8 @@ class MoEConfig:
 
 def check(cfg):
     problems = []
+    if cfg.d_expert % cfg.etp:
+        problems.append(f"etp={cfg.etp} does not divide d_expert={cfg.d_expert}: change etp or d_expert")
     if cfg.top_k > cfg.num_experts:
         problems.append(f"top_k={cfg.top_k} is more than num_experts={cfg.num_experts}: lower top_k")
     if cfg.top_k == 1 and cfg.norm_topk:
@@ -67,26 +69,42 @@ def check(cfg):
 
 @dataclass
 class Batch:
-    """One microbatch as the blocks see it.
+    """One microbatch of whole sequences, cut to what this rank sees of it: the blocks work on T tokens, of which
+    the ranks of a tensor-parallel group together hold G, a context-parallel rank's part of every sequence.
 
-    tokens_T     token ids, -1 for padding: embedded, but never routed, counted or given a slot
-    labels_T     next tokens, -100: no loss (None: logits are wanted)
-    shape        (B, S): x_TD is a view of [B, S, D]
+    tokens_BS    token ids, -1 for padding: embedded, but never routed, counted or given a slot
+    labels_BS    next tokens, -100: no loss (None: logits are wanted, of position `last` alone)
     capacity     slots per expert; 0: dropless, as evaluation and sampling always are
     aux_scale    1 / (microbatches · dp), so that the objective is the mean over both
     z_scale      1 / counted tokens of the global batch
+
+    Made of these: positions_S in the sequence, shape (B, S) with G = B·S, tokens_G, labels_G, and of this rank
+    alone tokens_T, labels_T, counted_T and sequence_T, the sequence each token belongs to.
     """
-    tokens_T: torch.Tensor
-    labels_T: torch.Tensor | None
-    shape: tuple[int, int]
+    layout: Layout
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor | None
     capacity: int = 0
     aux_scale: float = 0.0
     z_scale: torch.Tensor | float = 0.0
+    last: int = -1
 
     def __post_init__(self):
+        cp, tp, device = self.layout.cp, self.layout.tp, self.layout.device
+        tokens_BS, labels_BS = self.tokens_BS, self.labels_BS
+        positions_S = zigzag(tokens_BS.shape[1], cp.rank, cp.size)
+        if labels_BS is not None:
+            labels_BS = torch.where(tokens_BS >= 0, labels_BS, -100)
+        # cut before it moves to the device: labels were shifted on the whole sequence, so none is lost at an edge
+        tokens_G, labels_G, positions_S = (None if t is None else to_device(t, device) for t in (
+            tokens_BS[:, positions_S].flatten(), labels_BS if labels_BS is None else labels_BS[:, positions_S].flatten(),
+            positions_S))
+        self.tokens_G, self.labels_G, self.positions_S = tokens_G, labels_G, positions_S
+        self.shape = B, S = len(tokens_BS), len(positions_S)
+        own = slice(B * S // tp.size * tp.rank, B * S // tp.size * (tp.rank + 1))
+        self.tokens_T, self.labels_T = tokens_G[own], labels_G if labels_G is None else labels_G[own]
         self.counted_T = self.tokens_T >= 0
-        if self.labels_T is not None:
-            self.labels_T = torch.where(self.counted_T, self.labels_T, -100)
+        self.sequence_T = torch.arange(B * S, device=device)[own] // S
         self.train = self.aux_scale > 0
 
 
@@ -165,14 +183,14 @@ class ExpertStats:
 
 
 class Experts(nn.Module):
-    """This rank's routed experts: w1 [L, 2, F, D] (gate, up), w2 [L, D, F]."""
+    """This rank's routed experts, or its slice of them along F: w1 [L, 2, F, D] (gate, up), w2 [L, D, F]."""
 
     def __init__(self, cfg, layout):
         super().__init__()
-        L = cfg.num_experts // layout.ep.size
+        L, F = cfg.num_experts // layout.ep.size, cfg.d_expert // layout.etp.size
         self.first = L * layout.ep.rank
-        self.w1 = nn.Parameter(torch.empty(L, 2, cfg.d_expert, cfg.d_model))
-        self.w2 = nn.Parameter(torch.empty(L, cfg.d_model, cfg.d_expert))
+        self.w1 = nn.Parameter(torch.empty(L, 2, F, cfg.d_model))
+        self.w2 = nn.Parameter(torch.empty(L, cfg.d_model, F))
 
     def forward(self, rows_QD, weights_Q, plan):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
@@ -184,15 +202,17 @@ class Experts(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, for dense layers and shared experts: w1 [2, F, D] (gate, up), w2 [D, F]."""
+    """SwiGLU, cut along F over `group`: w1 [2, F, D] (gate, up), w2 [D, F]."""
 
-    def __init__(self, d_model, d_ff):
+    def __init__(self, d_model, d_ff, group):
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(2, d_ff, d_model))
-        self.w2 = nn.Parameter(torch.empty(d_model, d_ff))
+        self.group, F = group, d_ff // group.size
+        self.w1 = nn.Parameter(torch.empty(2, F, d_model))
+        self.w2 = nn.Parameter(torch.empty(d_model, F))
 
     def forward(self, x_TD):
-        return linear(swiglu(linear(x_TD, self.w1.flatten(0, 1))), self.w2)
+        h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group)
+        return row_linear(swiglu(h_G2F), self.w2, self.group)
 
 
 class MoE(nn.Module):
@@ -201,8 +221,9 @@ class MoE(nn.Module):
         self.cfg, self.layout, self.stats = cfg, layout, ExpertStats()
         self.router = Router(cfg)
         self.experts = Experts(cfg, layout)
-        shared = cfg.n_shared_experts
-        self.shared = FeedForward(cfg.d_model, shared * cfg.d_expert) if shared else None
+        # whole on every rank, for its own tokens
+        self.shared = FeedForward(cfg.d_model, cfg.n_shared_experts * cfg.d_expert,
+                                  layout.alone) if cfg.n_shared_experts else None
 
     def forward(self, x_TD, h_TD, batch, plan=None):
         """Coroutine: x_TD plus the layer's output for h_TD. `plan` comes from an earlier pass when this one
@@ -211,7 +232,8 @@ class MoE(nn.Module):
         experts_TK, weights_TK, scores_TE, logits_TE = self.router(h_TD, batch.counted_T,
                                                                    plan and plan.experts_TK)
         if plan is None:
-            plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy, self.layout.ep)
+            plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy,
+                        self.layout.ep, self.layout.etp)
             plan.load = self.load(plan, batch) if batch.train else None
             if not batch.capacity:
                 yield Exchange("counts", plan)
@@ -234,9 +256,8 @@ class MoE(nn.Module):
         counted_T = batch.counted_T.float()
         if self.cfg.aux_loss_scope != "sequence":
             return counted_T[None]
-        B, S = batch.shape
-        sequence_T = torch.arange(B * S, device=counted_T.device) // S
-        return counted_T * (sequence_T == torch.arange(B, device=counted_T.device)[:, None])
+        sequences_B = torch.arange(batch.shape[0], device=counted_T.device)
+        return counted_T * (batch.sequence_T == sequences_B[:, None])
 
     def load(self, plan, batch):
         """int64 [scope, E + 1]: choices per expert and counted tokens, in the scope of the aux loss. Integers,

@@ -118,12 +118,12 @@ class Optimizer:
 
     def __init__(self, cfg, model, layout, dtype, device):
         self.cfg, self.layout = cfg, layout
-        owners = {frozenset(): layout.plane, frozenset(["ep"]): layout.edp}
+        owners = {(): layout.plane, ("tp",): layout.dpcp, ("ep", "etp"): layout.edp}
         named = {}
         for name, param in model.named_parameters():
             # a parameter made fp32 on purpose (the router) stays so in a bf16 model
             kind = torch.float32 if ".router." in name else dtype
-            named.setdefault((frozenset(model.shards(name)), kind, param.ndim > 1), []).append((name, param))
+            named.setdefault((tuple(model.shards(name)), kind, param.ndim > 1), []).append((name, param))
         self.families = []
         for (shards, kind, decays), members in named.items():
             family = Family(owners[shards], kind, decays)

@@ -14,7 +14,8 @@ autograd segments joined by exchanges, and backward is another coroutine that ru
 reverse with the adjoint exchange between them. From this one mechanism come the overlap of one
 microbatch's forward with another's backward, the shared expert beside the exchange, and recompute.
 
-Shapes: T tokens on this rank, D model width.
+Shapes: T tokens on this rank, G = T·tp tokens of its tensor-parallel group, D model width, V vocabulary rows on
+this rank, S sequence length, N whatever else, F width inside.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -35,11 +37,11 @@ from settings import knob
 
 @dataclass
 class ParallelConfig:
-    tp: int = knob(1, "tensor-parallel ranks (not built yet: 1)", least=1)
-    cp: int = knob(1, "context-parallel ranks (not built yet: 1)", least=1)
+    tp: int = knob(1, "tensor-parallel ranks: share each matrix and a sequence's tokens", least=1)
+    cp: int = knob(1, "context-parallel ranks: share a sequence's tokens and its attention", least=1)
     pp: int = knob(1, "pipeline stages (not built yet: 1)", least=1)
     ep: int = knob(0, "expert-parallel ranks; 0: the most that fit inside an NVLink domain", least=0)
-    etp: int = knob(1, "tensor-parallel ranks inside an expert (not built yet: 1)", least=1)
+    etp: int = knob(1, "tensor-parallel ranks inside an expert", least=1)
     overlap: str = knob("pair", "pair: one microbatch's forward beside another's backward; none: one at a time",
                         choices=("none", "pair"))
     recompute: tuple[str, ...] = knob((), "what to run again in backward instead of keeping it: full blocks, "
@@ -105,11 +107,9 @@ def sizes_of(cfg, world):
 
 def check(cfg, world):
     """Every reason why `cfg` cannot be laid out on `world` ranks."""
-    problems = [f"{name}={getattr(cfg, name)}: {what} parallelism is not built yet: set {name}=1"
-                for name, what in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("etp", "expert tensor"))
-                if getattr(cfg, name) != 1]
-    if problems:
-        return problems
+    problems = []
+    if cfg.pp != 1:
+        return [f"pp={cfg.pp}: pipeline parallelism is not built yet: set pp=1"]
     dense, experts = cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1)
     if world % cfg.pp:
         return [f"pp={cfg.pp} does not divide the {world} ranks: set pp to {_choices(_divisors(world))}"]
@@ -168,6 +168,11 @@ class Ledger:
 ledger = Ledger()
 
 
+class _Done:
+    """What a group of one has to wait for."""
+    wait = staticmethod(lambda: None)
+
+
 class Group:
     """The ranks along some mesh dimensions, and the collectives among them. Alone, all are the identity."""
 
@@ -188,22 +193,32 @@ class Group:
             dist.all_reduce(x, op, group=self.pg)
         return x
 
-    def all_gather(self, x):
-        """[n, ...] on each rank → [size·n, ...] on all."""
+    def start_all_gather(self, x):
+        """Starts all_gather. Returns (out, work): out must not be read before work.wait(), nor x changed."""
         if self.size == 1:
-            return x
+            return x, _Done
         out = x.new_empty(self.size * len(x), *x.shape[1:])
         ledger.add(self, "all-gather", x.nbytes * (self.size - 1))
-        _all_gather(out, x.contiguous(), group=self.pg)
+        return out, _all_gather(out, x.contiguous(), group=self.pg, async_op=True)
+
+    def start_reduce_scatter(self, x):
+        """Starts reduce_scatter, likewise."""
+        if self.size == 1:
+            return x, _Done
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        ledger.add(self, "reduce-scatter", x.nbytes * (self.size - 1) // self.size)
+        return out, _reduce_scatter(out, x.contiguous(), group=self.pg, async_op=True)
+
+    def all_gather(self, x):
+        """[n, ...] on each rank → [size·n, ...] on all."""
+        out, work = self.start_all_gather(x)
+        work.wait()
         return out
 
     def reduce_scatter(self, x):
         """[size·n, ...] on each rank → this rank's [n, ...] of the sum."""
-        if self.size == 1:
-            return x
-        out = x.new_empty(len(x) // self.size, *x.shape[1:])
-        ledger.add(self, "reduce-scatter", x.nbytes * (self.size - 1) // self.size)
-        _reduce_scatter(out, x, group=self.pg)
+        out, work = self.start_reduce_scatter(x)
+        work.wait()
         return out
 
     def all_to_all(self, x, send=None, recv=None):
@@ -230,6 +245,7 @@ class Layout:
         self.world = group("world", *DENSE)
         self.plane = group("plane", "dp", "cp", "tp")
         self.dpcp, self.batch = group("dp×cp", "dp", "cp"), group("cp×tp", "cp", "tp")
+        self.alone = Group("alone", (rank,))
         self.pp, self.dp, self.cp, self.tp = (group(d, d) for d in DENSE)
         self.edp, self.ep, self.etp = (group(d, d) for d in EXPERTS[1:])
 
@@ -240,6 +256,153 @@ class Layout:
             [process_group(self.sizes.members(dist.get_rank(), d)) for d in mesh], self.device.type,
             torch.arange(self.sizes.world).view([getattr(self.sizes, d) for d in mesh]), mesh_dim_names=mesh)
             for mesh in (DENSE, EXPERTS))
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensor and context parallelism: collectives that autograd goes through. Along a tensor-parallel group every rank
+# holds other tokens of the residual stream (sequence parallelism); a sharded matrix first gathers them.
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, x):
+        ctx.group = group
+        return group.all_gather(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, ctx.group.reduce_scatter(dy)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, x):
+        ctx.group = group
+        return group.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, ctx.group.all_gather(dy)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, x):
+        ctx.group = group
+        return group.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, ctx.group.all_reduce(dy.clone())
+
+
+def gather(x, group):
+    """[n, ...] → [size·n, ...] of all ranks; every rank's use of it counts towards the gradient."""
+    return _Gather.apply(group, x)
+
+
+def scatter(x, group):
+    """[size·n, ...] → this rank's [n, ...] of the sum over ranks."""
+    return _Scatter.apply(group, x)
+
+
+def sum_over(x, group):
+    """The sum of x over ranks, of which every rank uses its copy."""
+    return _Sum.apply(group, x)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, x_TD, *weights):
+        ctx.group = group
+        ctx.save_for_backward(x_TD, *weights)
+        x_GD = group.all_gather(x_TD)
+        return tuple(F.linear(x_GD, w) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_TD, *weights = ctx.saved_tensors
+        # the gathered tokens are not kept but gathered again, behind the data gradient; the scatter of that
+        # goes behind the weight gradients
+        x_GD, work = ctx.group.start_all_gather(x_TD)
+        dx_GD = grads[0] @ weights[0]
+        for dy, w in zip(grads[1:], weights[1:]):
+            dx_GD.addmm_(dy, w)
+        work.wait()
+        dx_TD, work = ctx.group.start_reduce_scatter(dx_GD)
+        dw = [dy.t() @ x_GD for dy in grads]
+        work.wait()
+        return None, dx_TD, *dw
+
+
+def column_linear(x_TD, weights, group):
+    """Products of all the group's tokens with this rank's rows [out / size, in] of some weights: [G, out / size]
+    each, G = T·size."""
+    return _Column.apply(group, x_TD, *weights)
+
+
+def row_linear(y_GF, w_DF, group):
+    """This rank's tokens' product with a weight of which every rank holds some columns [out, in / size], given
+    all tokens' share of the input: [T, out]."""
+    return scatter(F.linear(y_GF, w_DF), group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, logits_GV, labels_G):
+        V = logits_GV.shape[1]
+        at_G = labels_G - group.rank * V
+        here_G, at_G = (at_G >= 0) & (at_G < V), at_G.clamp(0, V - 1)[:, None]
+        logits_GV = logits_GV - group.all_reduce(logits_GV.amax(1), dist.ReduceOp.MAX)[:, None]
+        label_G = torch.where(here_G, logits_GV.gather(1, at_G)[:, 0], 0)
+        probs_GV = logits_GV.exp_()
+        total_G, label_G = group.all_reduce(torch.stack([probs_GV.sum(1), label_G]))
+        probs_GV.div_(total_G[:, None])
+        valid_G = labels_G != -100
+        ctx.save_for_backward(probs_GV, at_G, here_G & valid_G, valid_G)
+        return torch.where(valid_G, total_G.log() - label_G, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        probs_GV, at_G, here_G, valid_G = ctx.saved_tensors
+        dlogits_GV = torch.where(valid_G[:, None], probs_GV * grad, 0)
+        label_G = dlogits_GV.gather(1, at_G) - here_G[:, None] * grad
+        return None, dlogits_GV.scatter_(1, at_G, label_G), None
+
+
+def cross_entropy(logits_GV, labels_G, group):
+    """The sum of cross entropy over the labels that are not -100, from this rank's share [G, V / size] of the
+    vocabulary's logits, fp32; the same value on all ranks of the group. No rank ever holds all logits."""
+    return _CrossEntropy.apply(group, logits_GV, labels_G)
+
+
+def to_device(x, device):
+    """A copy on the device for which the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def zigzag(seq_len, rank, size):
+    """The positions in the sequence that context-parallel rank `rank` holds. Of 2·size chunks it takes the
+    rank-th from both ends, so that all ranks see equally many causal pairs."""
+    return torch.cat([torch.arange(first, end) for first, end in zigzag_runs(seq_len, rank, size)])
+
+
+def zigzag_runs(seq_len, rank, size):
+    """[(first, end)] of the consecutive positions among them."""
+    if size == 1:
+        return [(0, seq_len)]
+    chunk = seq_len // (2 * size)
+    return [(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank)]
+
+
+def gather_sequence(x_NSH, group):
+    """[N, S/size, …] of this rank's zigzag positions → [N, S, …] in the order of the sequence."""
+    if group.size == 1:
+        return x_NSH
+    N, S = x_NSH.shape[:2]
+    x = gather(x_NSH.view(1, N, 2, S // 2, *x_NSH.shape[2:]), group)
+    x = torch.cat([x[:, :, 0], x[:, :, 1].flip(0)])     # [2·size, N, chunk, …]: the second halves run backward
+    return x.transpose(0, 1).flatten(1, 2)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -67,6 +67,10 @@ def check(cfg, world):
         if cfg.global_batch % at_once:
             problems.append(f"global_batch={cfg.global_batch} is not a multiple of dp*micro_batch = {dp}*"
                             f"{max(cfg.micro_batch, 1)} = {at_once}: change global_batch or micro_batch")
+        tokens = max(cfg.micro_batch, 1) * cfg.seq_len // cfg.cp
+        if tokens % cfg.tp:
+            problems.append(f"tp={cfg.tp} does not divide the micro_batch*seq_len/cp = {max(cfg.micro_batch, 1)}*"
+                            f"{cfg.seq_len}/{cfg.cp} = {tokens} tokens: change tp or seq_len")
     for part in (dispatch, moe, models, optim):
         problems += part.check(cfg)
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -77,7 +81,10 @@ def check(cfg, world):
     if Path(cfg.out_dir).exists() and not Path(cfg.out_dir).is_dir():
         problems.append(f"out_dir={cfg.out_dir} is a file: choose another out_dir")
     try:
-        data.open_data(cfg.data, cfg.seq_len, cfg.vocab_size)
+        vocab_size = data.open_data(cfg.data, cfg.seq_len, cfg.vocab_size).vocab_size
+        if not cfg.vocab_size and vocab_size % cfg.tp:
+            problems.append(f"tp={cfg.tp} does not divide the data's vocabulary of {vocab_size}: set vocab_size to "
+                            f"{-(-vocab_size // cfg.tp) * cfg.tp}")
     except data.DataError as error:
         problems.append(str(error))
     return problems
@@ -135,12 +142,8 @@ class Trainer:
         models.init_weights(self.model, cfg.seed)
         self.optimizer.start()
 
-    def _load(self, tokens, windows):
-        """(tokens_T, labels_T) of some windows, on the device."""
-        pair = data.batch(tokens, windows, self.cfg.seq_len)
-        if self.device.type == "cuda":
-            return [t.flatten().pin_memory().to(self.device, non_blocking=True) for t in pair]
-        return [t.flatten() for t in pair]
+    def _batch(self, tokens, windows, **how):
+        return moe.Batch(self.layout, *data.batch(tokens, windows, self.cfg.seq_len), **how)
 
     def batches(self, step):
         """This rank's microbatches of step `step` (from 0)."""
@@ -149,8 +152,8 @@ class Trainer:
             ids = data.sample_ids(step, i, self.layout.dp.rank, global_batch=cfg.global_batch,
                                   micro_batch=cfg.micro_batch, dp=self.layout.dp.size)
             windows = [data.window_of(cfg.seed, j, n) for j in ids]
-            yield moe.Batch(*self._load(self.data.train, windows), (len(windows), cfg.seq_len), self.capacity,
-                            aux_scale=1 / (self.microbatches * self.layout.dp.size))
+            yield self._batch(self.data.train, windows, capacity=self.capacity,
+                              aux_scale=1 / (self.microbatches * self.layout.dp.size))
 
     def forward_backward(self, batches):
         """Leaves the gradient of the objective, summed over this rank's microbatches, in every .grad.
@@ -174,7 +177,9 @@ class Trainer:
         pair = self.cfg.overlap == "pair"
         for cell in schedule(self.layout.pp.rank, self.layout.pp.size, len(batches), pair):
             losses += [loss for loss in together(*(start(*part) for part in cell)) if loss is not None]
-        return sum(losses), valid
+        # a tensor-parallel group has one loss, which all its ranks computed
+        loss = sum(losses)
+        return loss if self.layout.tp.rank == 0 else torch.zeros_like(loss), valid
 
     def step(self, step):
         """One optimizer step (from 0)."""
@@ -208,10 +213,10 @@ class Trainer:
                 at = first + self.layout.dp.rank * share + i
                 # every rank takes every step: where text runs out, its windows are padding
                 windows = [w if w < n else -1 for w in range(at, at + cfg.micro_batch)]
-                batch = moe.Batch(*self._load(self.data.val, windows), (len(windows), cfg.seq_len))
+                batch = self._batch(self.data.val, windows)
                 loss = models.run(self.model, batch)
-                total += torch.stack([loss.double(), (batch.labels_T != -100).sum().double()])
-        loss, count = self.layout.plane.all_reduce(total).tolist()
+                total += torch.stack([loss.double(), (batch.labels_G != -100).sum().double()])
+        loss, count = self.layout.dpcp.all_reduce(total).tolist()
         return loss / count
 
     def sample(self, length=128):

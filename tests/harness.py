@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 import torch
 
-RANKS = 4
+RANKS = 8
 
 SMALL = dict(vocab_size=64, n_layer=3, n_dense_layers=1, d_model=32, d_ff=48, n_head=4, n_kv_head=2, qk_norm="head",
              seq_len=16, num_experts=8, top_k=2, d_expert=16, n_shared_experts=1, global_batch=12, micro_batch=1,

@@ -130,7 +130,7 @@ def test_grouped_gemm_against_autograd(counts, spare, dtype, D, N):
 def plan(experts, weights=None, num_experts=2, capacity=0, policy="probs"):
     experts = torch.tensor(experts)
     weights = torch.zeros(experts.shape) if weights is None else torch.tensor(weights)
-    return dispatch.Plan(experts, weights, num_experts, capacity, policy, ALONE)
+    return dispatch.Plan(experts, weights, num_experts, capacity, policy, ALONE, ALONE)
 
 
 def test_drops_by_hand():
@@ -255,7 +255,7 @@ def layer_and_loops(variants, world):
             layer.experts.w1.mul_(20), layer.experts.w2.mul_(50)
 
         h_TD.requires_grad_(), x_TD.requires_grad_()
-        batch = moe.Batch(tokens_T, None, (cfg.micro_batch, cfg.seq_len), trainer.capacity)
+        batch = moe.Batch(layout, tokens_T.view(cfg.micro_batch, cfg.seq_len), None, trainer.capacity)
         tape = Tape()
         y_TD, = together(tape.forward(layer(x_TD, h_TD, batch)))
         trainer.optimizer.zero_grad()

@@ -130,7 +130,7 @@ def unused_arrivals():
     tape = parallel.Tape()
 
     def block():
-        plan = dispatch.Plan(experts_TK, weights_TK, 2, 0, "probs", layout.ep)
+        plan = dispatch.Plan(experts_TK, weights_TK, 2, 0, "probs", layout.ep, layout.etp)
         yield parallel.Exchange("counts", plan)
         rows, weights, x = yield parallel.Exchange("out", plan, *dispatch.dispatch(x_TD * 1, weights_TK, plan),
                                                    carry=(x_TD * 1,))
