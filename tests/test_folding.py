@@ -1,7 +1,9 @@
 """Every way of folding four and eight ranks computes what one process computes."""
 
+import harness
 import pytest
-from harness import assert_equals, run_layouts
+import torch
+from harness import assert_equals, log_rows, run_layout, run_layouts
 
 import parallel
 
@@ -44,3 +46,147 @@ FOUR = layouts(4)
 @pytest.mark.parametrize("at", range(0, len(FOUR), 6))
 def test_every_layout_of_four_ranks(pool, tokens, at):
     check(pool, tokens, dict(list(FOUR.items())[at:at + 6]), 4, 12, size=6)
+
+
+CROSSED = {
+    "2 KV heads, tp 4": dict(tp=4, ep=4),
+    "2 KV heads, tp 4, etp 2": dict(tp=4, ep=2, etp=2),
+    "tp 2, cp 2": dict(tp=2, cp=2, ep=4),
+    "tp 2, etp 4": dict(tp=2, etp=4),
+    "cp 4": dict(cp=4, ep=2, etp=2),
+    "tp 2, ep 2": dict(tp=2, ep=2),
+}
+VARIANTS = {
+    "accumulation 1": dict(micro_batch=0),
+    "overlap none": dict(overlap="none"),
+    "capacity": dict(capacity_factor=4.0),
+    "recompute": dict(recompute=("full",)),
+    "recompute experts": dict(recompute=("moe",), capacity_factor=4.0),
+    "qk_norm full": dict(qk_norm="full"),
+    "tied, no norms of heads": dict(tie_embeddings=True, qk_norm="none"),
+    "clipped": dict(grad_clip=0.05),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_else_may_be_switched(pool, tokens, variant):
+    base = dict(data=tokens, global_batch=12, micro_batch=2) | VARIANTS[variant]
+    even = variant == "accumulation 1"
+    ref = pool.run(1, run_layout, dict(base, micro_batch=12, recompute=()), 1, uneven=not even)[0]
+    results = pool.run(4, run_layouts, [base | knobs for knobs in CROSSED.values()], 4, uneven=not even)
+    for rank, found in enumerate(results):
+        for name, result in zip(CROSSED, found):
+            assert_equals(ref, result, what=f"{name}, rank {rank}")
+
+
+def no_labels(tokens, labels, windows):
+    for row, w in enumerate(windows):
+        labels[row] = -100
+        tokens[row, tokens.shape[1] - w % 7:] = -1
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence", "global"])
+def test_router_losses_do_not_depend_on_tp_or_cp(pool, tokens, scope):
+    """With no other loss, and padding: every rank counts its own tokens, and the sums are everybody's."""
+    base = dict(data=tokens, micro_batch=4, aux_loss_coef=0.1, z_loss_coef=0.01, aux_loss_scope=scope)
+    ref = pool.run(1, run_layout, base, 1, uneven=no_labels)[0]
+    assert ref["loss"] == 0 and ref["norm"] > 0
+    some = [dict(tp=2, cp=2, ep=4), dict(tp=4, ep=2, etp=2), dict(cp=4)]
+    for rank, found in enumerate(pool.run(4, run_layouts, [base | knobs for knobs in some], 4, uneven=no_labels)):
+        for knobs, result in zip(some, found):
+            assert_equals(ref, result, what=f"{knobs}, rank {rank}")
+    row = pool.run(1, log_rows, base, 1, uneven=no_labels)[0][0]
+    for knobs in some:
+        for other in pool.run(4, log_rows, base | knobs, 4, uneven=no_labels):
+            for name in ("aux_loss", "z_loss", "load_imbalance", "drop_fraction"):
+                assert other[0][name] == pytest.approx(row[name], rel=1e-5), (knobs, name)
+
+
+def copies_after_three_steps(variants, world):
+    """→ of each layout, the names of parameters whose copies differ between their owners."""
+    import train
+    different = []
+    for knobs in variants:
+        trainer = train.Trainer(harness.config(**knobs), world)
+        harness.losses_of(trainer, 3)
+        names = []
+        for family in trainer.optimizer.families:
+            copies = family.owner.all_gather(family.flat[None])
+            for name, start in ((name, start) for name, _, start in family.slots):
+                size = trainer.model.get_parameter(name).numel()
+                part = copies[:, start:start + size]
+                names += [name] * (not torch.equal(part, part[:1].expand_as(part)))
+        different.append((names, [len(f.slots) for f in trainer.optimizer.families], len(list(trainer.model.parameters()))))
+    return different
+
+
+def test_copies_stay_equal(pool, tokens):
+    """Norms and routers over tp, experts over edp, and every parameter belongs to exactly one family."""
+    some = [dict(tp=2, ep=2), dict(tp=2, ep=1), dict(cp=2, tp=2, etp=2, ep=1), dict(tp=4, ep=2)]
+    variants = [dict(data=tokens, micro_batch=2, optimizer="adamw", lr=1e-2, **knobs) for knobs in some]
+    for found in pool.run(4, copies_after_three_steps, variants, 4):
+        for knobs, (names, slots, count) in zip(some, found):
+            assert names == [] and sum(slots) == count, (knobs, names)
+
+
+def test_groups_of_64_ranks():
+    """Members along a dimension are those whose rank, by the formula, differs in that coordinate alone."""
+    meshes = [s for s in factorizations(64, 4)]
+    for pp, a, b, c in meshes:
+        sizes = parallel.Sizes(pp=pp, dp=a, cp=b, tp=c, edp=a, ep=b, etp=c)
+        # rank = c + C·(b + B·(a + A·pp))
+        at = {rank: (rank // (a * b * c), rank // (b * c) % a, rank // c % b, rank % c) for rank in range(64)}
+        for names in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")):
+            for i, name in enumerate(names):
+                for rank in range(0, 64, 7):
+                    alike = [r for r in range(64) if at[r][:i] + at[r][i + 1:] == at[rank][:i] + at[rank][i + 1:]]
+                    assert list(sizes.members(rank, name)) == alike, (sizes, rank, name)
+        plane = [r for r in range(64) if at[r][0] == at[63][0]]
+        assert list(sizes.members(63, "dp", "cp", "tp")) == plane
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_context_parallel_ranks_see_equally_many_pairs(size):
+    S = 64
+    seen = [sum(p + 1 for p in parallel.zigzag(S, rank, size).tolist()) for rank in range(size)]
+    assert len(set(seen)) == 1 and sum(seen) == S * (S + 1) // 2
+    assert sorted(sum((parallel.zigzag(S, rank, size).tolist() for rank in range(size)), [])) == list(range(S))
+
+
+def attention_memory(knobs, world):
+    """(bytes that one attention keeps for backward, query-key pairs that its softmax computes, what it gathered)."""
+    import model
+    import train
+    trainer = train.Trainer(harness.config(**knobs), world)
+    batch = next(trainer.batches(0))
+    batch.rope = model.rope_table(batch.positions_S, 8, 1e4)
+    kept, plain, pairs = {}, model.attend, []
+
+    def attend(q, k, v, first, end):
+        pairs.append(sum(range(first + 1, end + 1)))
+        assert q.shape[1] == end - first
+        return plain(q, k, v, first, end)
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    attention = trainer.model.layers["0"].attention
+    mine = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    parallel.ledger.take()
+    with harness.replaced(model, "attend", attend), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        x_TD = torch.randn(len(batch.tokens_T), 32, requires_grad=True)
+        attention(x_TD, batch)
+    sent = {op: n for (group, op), (_, n) in parallel.ledger.take().items() if group.name == "cp"}
+    return sum(n for at, n in kept.items() if at not in mine), sum(pairs), sent
+
+
+def test_attention_shrinks_with_cp(pool, tokens):
+    base = dict(data=tokens, seq_len=64, global_batch=4, micro_batch=1)
+    memory = {cp: pool.run(4, attention_memory, dict(base, cp=cp), 4) for cp in (1, 2, 4)}
+    for cp, ranks in memory.items():
+        assert {pairs for _, pairs, _ in ranks} == {64 * 65 // 2 // cp}, cp
+        # two KV heads of 8, keys and values, fp32, of this rank's positions to every other rank
+        assert all(sent.get("all-gather", 0) == 64 // cp * 2 * 2 * 8 * 4 * (cp - 1) for *_, sent in ranks), cp
+    most = {cp: max(kept for kept, *_ in ranks) for cp, ranks in memory.items()}
+    assert most[2] < 0.75 * most[1] and most[4] < 0.75 * most[2], most
