@@ -136,6 +136,13 @@ def init(device, timeout_s=600):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def finish():
+    """Leaves the job. Nothing may refer to a group after that: gloo's threads would outlive the interpreter, which
+    aborts a process whose work is done."""
+    process_group.cache_clear()
+    dist.destroy_process_group()
+
+
 # torch renamed these two; the older names warn on every call
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -179,7 +186,12 @@ class Group:
     def __init__(self, name, ranks):
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(dist.get_rank())
-        self.pg = process_group(ranks) if self.size > 1 else None
+        if self.size > 1:
+            process_group(ranks)    # all members make it now
+
+    @property
+    def pg(self):
+        return process_group(self.ranks)
 
     def near(self, block):
         """The share of this rank's peers inside the same aligned block of `block` ranks (node, domain)."""

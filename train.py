@@ -397,7 +397,7 @@ def main(argv):
     log.summary()
     if cfg.eval_steps:
         log.print("sample:", trainer.sample())
-    torch.distributed.destroy_process_group()
+    parallel.finish()
 
 
 if __name__ == "__main__":

@@ -75,10 +75,17 @@ def test_help_names_every_knob_by_file():
 BAD = [
     (["--capcity_factor=1"], 1, ["capcity_factor", "capacity_factor"]),
     (["--tp=two"], 1, ["tp", "two", "int"]),
-    (["--tp=2"], 4, ["tp=2", "set tp=1"]),
-    (["--cp=2"], 4, ["cp=2", "set cp=1"]),
-    (["--pp=2"], 4, ["pp=2", "set pp=1"]),
-    (["--etp=2"], 4, ["etp=2", "set etp=1"]),
+    (["--cp=3", "--seq_len=12"], 4, ["tp*cp = 1*3 = 3", "4 ranks"]),
+    (["--tp=2", "--cp=4", "--n_head=4"], 4, ["tp*cp = 2*4 = 8", "4 ranks"]),
+    (["--etp=3", "--d_expert=48"], 4, ["etp*ep = 3", "4 ranks"]),
+    (["--etp=4", "--d_expert=6"], 4, ["etp=4", "d_expert=6"]),
+    (["--tp=4", "--n_head=2"], 4, ["tp=4", "n_head=2"]),
+    (["--tp=2", "--n_head=6", "--d_head=8", "--n_kv_head=3"], 4, ["tp=2", "n_kv_head=3"]),
+    (["--tp=4", "--n_dense_layers=1", "--d_ff=6"], 4, ["tp=4", "d_ff=6"]),
+    (["--tp=4", "--vocab_size=66"], 4, ["tp=4", "vocab_size=66"]),
+    (["--cp=4", "--seq_len=12"], 4, ["seq_len=12", "2*cp = 2*4 = 8"]),
+    (["--tp=4", "--seq_len=18"], 4, ["tp=4", "18"]),
+    (["--tp=4", "--num_experts=8", "--ep=2", "--etp=4"], 4, ["etp*ep = 4*2 = 8", "4 ranks"]),
     (["--ep=3"], 4, ["etp*ep = 1*3 = 3", "4 ranks", "set ep to 1, 2 or 4"]),
     (["--ep=4", "--num_experts=6"], 4, ["ep=4", "num_experts=6"]),
     (["--top_k=9"], 1, ["top_k=9", "num_experts=8"]),
@@ -115,6 +122,11 @@ def test_all_problems_at_once(tokens, capsys):
         load(train.Config, [f"--data={tokens}", "--seq_len=16", "--top_k=9", "--ep=3", "--n_head=3", "--typo=1"],
              lambda cfg: train.check(cfg, 4))
     assert len(capsys.readouterr().err.splitlines()) == 4
+    with pytest.raises(SystemExit):     # all that is wrong with one knob, too
+        load(train.Config, [f"--data={tokens}", "--seq_len=16", "--tp=3"], lambda cfg: train.check(cfg, 4))
+    error = capsys.readouterr().err
+    for words in ("tp*cp = 3*1 = 3", "n_head=4", "vocabulary of 64"):
+        assert words in error
 
 
 def past_the_end(knobs, world):
