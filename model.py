@@ -20,7 +20,7 @@ from torch import nn
 
 from kernels import linear, rms_norm
 from moe import Batch, FeedForward, MoE
-from parallel import Rerun, Tape, together
+from parallel import Rerun, Tape, stage_layers, together
 from settings import knob
 
 
@@ -129,14 +129,37 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """What this rank's pipeline stage holds of the model, in vpp chunks of consecutive blocks. Names are those of
+    the whole model: layers.17 is the same block whichever stage holds it."""
+
     def __init__(self, cfg, layout):
         super().__init__()
-        self.cfg, self.layout = cfg, layout
-        self.embedding = nn.Parameter(torch.empty(cfg.vocab_size, cfg.d_model))
+        self.cfg, self.layout, pp = cfg, layout, layout.pp
+        self.chunks = stage_layers(cfg)[pp.rank::pp.size]
+        begins, ends = pp.rank == 0, pp.rank == pp.size - 1
+        table = lambda: nn.Parameter(torch.empty(cfg.vocab_size, cfg.d_model))
+        self.embedding = table() if begins or ends and cfg.tie_embeddings else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
-                                     for i in range(cfg.n_layer)})
-        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.head = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.d_model))
+                                     for chunk in self.chunks for i in chunk})
+        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
+        self.head = table() if ends and not cfg.tie_embeddings else None
+
+    def is_first(self, chunk):
+        """True where tokens enter."""
+        return self.layout.pp.rank == 0 and chunk == 0
+
+    def is_last(self, chunk):
+        """True where the head is."""
+        return self.norm is not None and chunk == len(self.chunks) - 1
+
+    def on_both_ends(self, name):
+        """True for a parameter that the first and the last of several stages both hold and must keep equal."""
+        return name == "embedding" and self.cfg.tie_embeddings and self.layout.pp.size > 1
+
+    def empty_stream(self, batch):
+        """An uninitialized x_TD for `batch`, as it comes from the stage before."""
+        norm = next(iter(self.layers.values())).norm1.weight
+        return norm.new_empty(len(batch.tokens_T), self.cfg.d_model)
 
     @property
     def moes(self):
@@ -153,18 +176,23 @@ class Model(nn.Module):
             shape[dim] *= getattr(self.layout.sizes, group)
         return shape
 
-    def forward(self, batch):
-        """Coroutine. With labels: the sum of cross entropy over this rank's valid tokens, fp32. Without: the
-        logits after each sequence's last token, [B, V], fp32."""
+    def forward(self, batch, chunk=0, x_TD=None):
+        """Coroutine of one chunk, given x_TD from the chunk before it (the first takes the tokens). Returns x_TD
+        for the next one; the last returns, with labels, the sum of cross entropy over this rank's valid
+        tokens, fp32, and without, the logits after each sequence's last token, [B, V], fp32."""
         B, S = batch.shape
         batch.rope = rope_table(torch.arange(S, device=batch.tokens_T.device), head_width(self.cfg),
                                 self.cfg.rope_theta)
-        x_TD = F.embedding(batch.tokens_T.clamp_min(0), self.embedding)
-        for block in self.layers.values():
+        if self.is_first(chunk):
+            x_TD = F.embedding(batch.tokens_T.clamp_min(0), self.embedding)
+        for i in self.chunks[chunk]:
+            block = self.layers[str(i)]
             if "full" in self.cfg.recompute:
                 x_TD = yield Rerun(lambda x, plan, block=block: block(x, batch, plan), x_TD)
             else:
                 x_TD = yield from block(x_TD, batch)
+        if not self.is_last(chunk):
+            return x_TD
         if batch.labels_T is None:
             x_TD = x_TD.view(B, S, -1)[:, -1]
         logits_TV = linear(self.norm(x_TD), self.embedding if self.head is None else self.head).float()
@@ -174,8 +202,20 @@ class Model(nn.Module):
 
 
 def run(model, batch):
-    """model.forward outside training, driven to its end: no gradient, no statistics."""
-    return together(Tape(record=False).forward(model(batch)))[0]
+    """model.forward outside training, through all stages: no gradient, no statistics. A stage without the head
+    returns zeros of the result's shape, so that a sum over stages is the result."""
+    onward = model.layout.onward
+    for chunk in range(len(model.chunks)):
+        x_TD = None
+        if not model.is_first(chunk):
+            onward.post(model.empty_stream(batch))
+            x_TD = onward.arrive()
+        y = together(Tape(record=False).forward(model(batch, chunk, x_TD)))[0]
+        if model.is_last(chunk):
+            return y
+        onward.send(y)
+    shape = (batch.shape[0], model.cfg.vocab_size) if batch.labels_T is None else ()
+    return torch.zeros(shape, device=y.device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,7 +236,7 @@ def init_weights(model, seed):
             continue
         full, shards = model.full_shape(name, param.shape), model.shards(name)
         std = full[-1] ** -0.5
-        if name == "embedding" and model.head is not None:
+        if name == "embedding" and not model.cfg.tie_embeddings:
             std = 1
         elif name.endswith((".wo", ".w2")):
             std /= (2 * model.cfg.n_layer) ** 0.5
@@ -221,11 +261,11 @@ def init_weights(model, seed):
 def generate(model, prompt, length, temperature=0.8, top_k=40, seed=0):
     """Yields `length` token ids that continue the ids `prompt`. All ranks call it alike and draw alike;
     the context is the last seq_len tokens; temperature 0 takes the likeliest."""
-    device, ids = model.embedding.device, list(prompt)
+    device, ids = model.layout.device, list(prompt)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
         context = torch.tensor(ids[-model.cfg.seq_len:], device=device)
-        logits_V = run(model, Batch(context, None, (1, len(context))))[0].cpu()
+        logits_V = model.layout.pp.all_reduce(run(model, Batch(context, None, (1, len(context)))))[0].cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:
@@ -242,12 +282,15 @@ def generate(model, prompt, length, temperature=0.8, top_k=40, seed=0):
 
 def parameter_counts(model):
     """{"total", "experts", "active"} of the whole model. Active: what one token uses, embedding and head
-    included."""
+    included. Pipeline stages add up what they hold, so all ranks must call it."""
     total = experts = 0
     for name, param in model.named_parameters():
+        if model.on_both_ends(name) and model.layout.pp.rank > 0:
+            continue
         count = torch.Size(model.full_shape(name, param.shape)).numel()
         total += count
         experts += count if ".experts." in name else 0
+    total, experts = model.layout.pp.all_reduce(torch.tensor([total, experts], device=model.layout.device)).tolist()
     active = total - experts + experts * model.cfg.top_k // model.cfg.num_experts
     return {"total": total, "experts": experts, "active": active}
 
