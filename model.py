@@ -290,7 +290,8 @@ def parameter_counts(model):
         count = torch.Size(model.full_shape(name, param.shape)).numel()
         total += count
         experts += count if ".experts." in name else 0
-    total, experts = model.layout.pp.all_reduce(torch.tensor([total, experts], device=model.layout.device)).tolist()
+    counts = torch.tensor([total, experts], device=model.layout.device)
+    total, experts = model.layout.pp.all_reduce(counts).tolist()
     active = total - experts + experts * model.cfg.top_k // model.cfg.num_experts
     return {"total": total, "experts": experts, "active": active}
 

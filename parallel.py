@@ -41,8 +41,8 @@ class ParallelConfig:
     cp: int = knob(1, "context-parallel ranks (not built yet: 1)", least=1)
     pp: int = knob(1, "pipeline stages", least=1)
     vpp: int = knob(1, "virtual stages on each pipeline stage (interleaving)", least=1)
-    pp_layout: tuple[int, ...] = knob((), "layers of each of the pp*vpp virtual stages; empty: as even as possible",
-                                      least=1)
+    pp_layout: tuple[int, ...] = knob((), "layers of each of the pp*vpp virtual stages; empty: as even as "
+                                      "possible", least=1)
     ep: int = knob(0, "expert-parallel ranks; 0: the most that fit inside an NVLink domain", least=0)
     etp: int = knob(1, "tensor-parallel ranks inside an expert (not built yet: 1)", least=1)
     overlap: str = knob("pair", "pair: one microbatch's forward beside another's backward; none: one at a time",
@@ -128,7 +128,8 @@ def check(cfg, world):
     problems = check_stages(cfg)
     dense, experts = cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1)
     if world % cfg.pp:
-        return [f"pp={cfg.pp} does not divide the {world} ranks: set pp to {_choices(_divisors(world))}", *problems]
+        problems.append(f"pp={cfg.pp} does not divide the {world} ranks: set pp to {_choices(_divisors(world))}")
+        return problems
     plane = world // cfg.pp
     if plane % dense:
         problems.append(f"tp*cp = {cfg.tp}*{cfg.cp} = {dense} does not divide the {plane} ranks of a pipeline stage")

@@ -251,6 +251,8 @@ class Log:
         shard = sum(f.master.numel() for f in trainer.optimizer.families)
         size = torch.tensor([], dtype=trainer.dtype).element_size()
         state = local * (size + 4) + shard * (8 * (cfg.optimizer == "adamw") + 4 * (size < 4))
+        fullest = torch.tensor([local, state], device=trainer.device)   # pipeline stages differ
+        local, state = trainer.layout.world.all_reduce(fullest, torch.distributed.ReduceOp.MAX).tolist()
         node, domain = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), parallel.nvl_domain(cfg)
         groups = [g for g in vars(trainer.layout).values() if isinstance(g, parallel.Group) and g.size > 1]
         self.print(
@@ -261,7 +263,7 @@ class Log:
             f"device {trainer.device.type}, {str(trainer.dtype)[6:]}, peak "
             + (f"{self.peak / 1e12:,.2f} TFLOPS per rank" if self.peak else "unknown: no MFU"),
             f"parameters {counts['total']:,} (active {counts['active']:,}, in experts {counts['experts']:,}), "
-            f"{local:,} on this rank",
+            f"{local:,} on the fullest rank",
             f"memory per rank for weights, gradients and optimizer: {state / 1e9:.2f} GB, activations come on top",
             f"batch {cfg.global_batch} sequences × {cfg.seq_len} tokens = {cfg.global_batch * cfg.seq_len:,} "
             f"= {s.dp} dp × {trainer.microbatches} microbatches × {cfg.micro_batch} sequences",

@@ -1,4 +1,4 @@
-"""The pipeline's schedules, simulated: every unit once, nothing waits in a circle, no more idle time than the formula."""
+"""The pipeline's schedules, simulated: every unit once, no waiting in a circle, idle time as by the formula."""
 
 from fractions import Fraction
 
@@ -77,8 +77,9 @@ def test_every_unit_once_in_an_order_that_works(pair):
             for kind in "FB":
                 units = [(chunk, i) for k, chunk, i in parts if k == kind]
                 assert sorted(units) == [(chunk, i) for chunk in range(vpp) for i in range(m)], (pp, vpp, m, stage)
-            assert all(len(cell) <= 1 + pair and len({kind for kind, _, _ in cell}) == len(cell) > 0 for cell in mine)
-            assert all(len({(chunk, i) for _, chunk, i in cell}) == len(cell) for cell in mine), "a unit beside itself"
+            for cell in mine:
+                kinds, units = {kind for kind, _, _ in cell}, {(chunk, i) for _, chunk, i in cell}
+                assert 1 <= len(cell) <= 1 + pair and len(kinds) == len(units) == len(cell), "a unit beside itself"
         sent, received = messages(cells, pp, vpp)
         assert sent == received, "messages are matched by their order alone"
 

@@ -45,14 +45,17 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
     knobs = [f"--data={text}", "--optimizer=sgd", "--lr=0.1", "--capacity_factor=0", "--aux_loss_coef=0",
              "--eval_interval=2", "--eval_steps=2"]
     rows = []
-    for ranks, more in ((1, []), (4, ["--ep=4", "--micro_batch=1"])):
-        (tmp_path / str(ranks)).mkdir()
-        done, written = run(tmp_path / str(ranks), ranks, *knobs, *more)
+    layouts = ((1, 1, []), (4, 1, ["--ep=4", "--micro_batch=1"]), (4, 2, ["--pp=2", "--ep=2", "--micro_batch=1"]))
+    for i, (ranks, pp, more) in enumerate(layouts):
+        (tmp_path / str(i)).mkdir()
+        done, written = run(tmp_path / str(i), ranks, *knobs, *more)
         rows.append(written)
-        for word in ("experts: pp 1", "parameters", "traffic per step", "step 5/5", "expert utilization", "sample:"):
+        assert ("stage 1: layers 1, at most 2 microbatches in flight" in done.stdout) == (pp == 2)
+        for word in (f"experts: pp {pp}", "parameters 43,424", "traffic per step", "step 5/5", "expert utilization",
+                     "sample:"):
             assert word in done.stdout, (ranks, word, done.stdout)
-    assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]] == [1, 2, 3, 4, 5]
-    for one, four in zip(*rows):
+    assert [[r["step"] for r in run_] for run_ in rows] == [[1, 2, 3, 4, 5]] * len(layouts)
+    for one, four in [*zip(rows[0], rows[1]), *zip(rows[0], rows[2])]:
         assert KEYS <= one.keys() == four.keys()
         assert four["tokens"] == one["tokens"] == one["step"] * 8 * 16
         for key in ("loss", "grad_norm", "val_loss"):
@@ -77,7 +80,17 @@ BAD = [
     (["--tp=two"], 1, ["tp", "two", "int"]),
     (["--tp=2"], 4, ["tp=2", "set tp=1"]),
     (["--cp=2"], 4, ["cp=2", "set cp=1"]),
-    (["--pp=2"], 4, ["pp=2", "set pp=1"]),
+    (["--pp=3"], 4, ["pp=3", "4 ranks", "set pp to 1, 2 or 4"]),
+    (["--pp=2", "--ep=4"], 4, ["etp*ep = 1*4 = 4", "2 ranks of a pipeline stage", "set ep to 1 or 2"]),
+    (["--pp=4", "--n_layer=3"], 4, ["pp*vpp = 4*1 = 4", "n_layer=3"]),
+    (["--pp=2", "--vpp=4", "--micro_batch=1"], 4, ["pp*vpp = 2*4 = 8", "n_layer=4"]),
+    (["--pp=2", "--pp_layout=1,1,2"], 4, ["pp_layout=1,1,2", "3 stages", "pp*vpp = 2*1 = 2"]),
+    (["--pp=2", "--pp_layout=1,2"], 4, ["pp_layout=1,2", "3 layers", "n_layer=4"]),
+    (["--pp=2", "--pp_layout=0,4"], 4, ["pp_layout", "'0,4'", "at least 1"]),
+    (["--vpp=2"], 4, ["vpp=2", "pp=1"]),
+    (["--pp=2", "--vpp=2"], 4, ["vpp=2", "pp=2", "has 1"]),
+    (["--pp=4", "--vpp=2", "--n_layer=8", "--micro_batch=1", "--global_batch=6"], 4, ["vpp=2", "pp=4", "has 6"]),
+    (["--pp=2", "--global_batch=5"], 4, ["global_batch=5", "dp*micro_batch = 2*1 = 2"]),
     (["--etp=2"], 4, ["etp=2", "set etp=1"]),
     (["--ep=3"], 4, ["etp*ep = 1*3 = 3", "4 ranks", "set ep to 1, 2 or 4"]),
     (["--ep=4", "--num_experts=6"], 4, ["ep=4", "num_experts=6"]),
