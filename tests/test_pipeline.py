@@ -6,11 +6,12 @@ import time
 from random import Random
 
 import model as models
+import numpy as np
 import parallel
 import pytest
 import torch
 from harness import (assert_equals, bit_equal, config, log_rows, losses_of, ragged, replaced, run_layout,
-                     run_layouts)
+                     run_layouts, write_tokens)
 
 # the first half is dense, so the first of two stages has no MoE layer
 BASE = dict(n_layer=8, n_dense_layers=4, aux_loss_coef=0.1, aux_loss_scope="sequence", z_loss_coef=0.01)
@@ -140,14 +141,16 @@ def test_messages_that_arrive_late_change_no_bit(pool, tokens, world):
         dict(pp=2, ep=world // 2), dict(pp=world, vpp=8 // world), dict(pp=world, overlap="none"),
         dict(pp=world, global_batch=24, pp_layout=(1, 7) if world == 2 else (1, 3, 2, 2)))]
     punctual = pool.run(world, run_layouts, variants, world, steps=1)
-    for rank, (results, traffic) in enumerate(pool.run(world, late_layouts, variants, world)):
-        for knobs, plain, late, (messages, most) in zip(variants, punctual[rank], results, traffic, strict=True):
+    ranks = pool.run(world, late_layouts, variants, world)
+    for rank, (results, traffic) in enumerate(ranks):
+        for knobs, plain, late, (_, most) in zip(variants, punctual[rank], results, traffic, strict=True):
             assert bit_equal(plain, late), (rank, knobs)
-            pp, vpp, dp = knobs["pp"], knobs.get("vpp", 1), world // knobs["pp"]
-            crossings = pp * vpp - 1    # each in two directions, sent and received, in two steps
-            total = 2 * 2 * 2 * crossings * knobs["global_batch"] // dp
-            assert messages == total // pp if pp == 2 else 0 < messages < total
-            assert 0 < most <= parallel.send_window(pp, vpp)
+            assert 0 < most <= parallel.send_window(knobs["pp"], knobs.get("vpp", 1))
+    for i, knobs in enumerate(variants):
+        crossings = knobs["pp"] * knobs.get("vpp", 1) - 1
+        # of every microbatch there and back, counted by sender and receiver, in two steps
+        expected = crossings * knobs.get("global_batch", 12) * 2 * 2 * 2
+        assert sum(traffic[i][0] for _, traffic in ranks) == expected, knobs
 
 
 # ---- tied embeddings ----
@@ -200,7 +203,8 @@ def test_every_rank_logs_what_one_process_logs(pool, tokens, dense):
             for a, b in zip(one, rows, strict=True):
                 assert a.keys() == b.keys()
                 for key in a.keys() - SPEED:
-                    assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-12), (knobs, key)
+                    close = a[key] is b[key] is None or a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-12)
+                    assert close, (knobs, key, a[key], b[key])
                 assert a["tflops_per_gpu"] == pytest.approx(4 * b["tflops_per_gpu"])
 
 
@@ -292,8 +296,10 @@ def plain_losses(knobs, world):
         return losses_of(train.Trainer(config(**knobs), world), 3)
 
 
-def test_evaluation_and_samples_equal_one_process_and_leave_no_trace(pool, tokens):
-    base = dict(BASE, data=tokens, eval_steps=100, bias_update_rate=0.01)     # 200 windows, 12 at a time
+def test_evaluation_and_samples_equal_one_process_and_leave_no_trace(pool, tmp_path):
+    train, val = (np.random.RandomState(n).randint(0, 64, 16 * n + 1) for n in (100, 30))
+    data = write_tokens(tmp_path / "data", train, val)      # evaluated 12 windows at a time, and then 6
+    base = dict(BASE, data=data, eval_steps=100, bias_update_rate=0.01)
     (losses, values, samples), = pool.run(1, use, base, 1)
     assert len(set(losses)) == len(set(values)) == 3
     for world, knobs in ((2, dict(pp=2, vpp=2, micro_batch=3)), (4, dict(pp=2, ep=2)), (4, dict(pp=4))):
@@ -335,6 +341,7 @@ def _nan(plain, x_TD, batch):
 
 def test_nan_on_the_first_stage_skips_the_step_on_all(pool, tokens):
     for knobs in (dict(pp=2, ep=2), dict(pp=4, vpp=2, tie_embeddings=True)):
-        for said, losses in pool.run(4, broken_first_stage, dict(BASE, data=tokens, out_dir=f"{tokens}/out", **knobs), 4):
+        knobs = dict(BASE, data=tokens, out_dir=f"{tokens}/out", **knobs)
+        for said, losses in pool.run(4, broken_first_stage, knobs, 4):
             assert said == [(True, True), (False, False), (True, True)], knobs
             assert [loss is None for loss in losses] == [False, True, False]
