@@ -13,6 +13,8 @@ while it is in flight, and resumes the generator with fresh autograd leaves; so 
 autograd segments joined by exchanges, and backward is another coroutine that runs the segments in
 reverse with the adjoint exchange between them. From this one mechanism come the overlap of one
 microbatch's forward with another's backward, the shared expert beside the exchange, and recompute.
+The schedule says which forwards and backwards a pipeline stage runs in which order, and beside which;
+`execute` runs them and passes activations and gradients on to the neighbouring stages.
 
 Shapes: T tokens on this rank, D model width.
 """
@@ -357,8 +359,8 @@ class Layout:
         ends = (self.pp.ranks[0], self.pp.ranks[-1])
         if rank not in ends:
             ends = (rank,)
-            process_group(ends)     # not used, but all ranks must make equally many groups
-        self.ends = Group("first and last stage", tuple(dict.fromkeys(ends)))
+            process_group(ends, "none")     # not used, but all ranks must make equally many groups
+        self.ends = Group("ends", tuple(dict.fromkeys(ends)))
 
     @functools.cached_property
     def meshes(self):

@@ -288,7 +288,8 @@ class Log:
             most = parallel.in_flight(stage, s.pp, s.vpp, m, self.cfg.overlap == "pair")
             yield (f"  stage {stage}: layers {layers}, at most {most} microbatches in flight"
                    + (f", each on one of its {s.vpp} chunks" if s.vpp > 1 else ""))
-        yield f"  bubble {parallel.bubble(s.pp, s.vpp, m):.1%} of a step, if all stages took equally long"
+        yield (f"  bubble {parallel.bubble(s.pp, s.vpp, m):.1%} of a step with {m} microbatches, if all stages "
+               f"take equally long")
 
     def ledger(self, rows):
         """Traffic of one step as this rank sent it."""

@@ -1,4 +1,4 @@
-"""Pipeline stages change neither a gradient nor a logged number, however layers are cut and microbatches ordered."""
+"""Pipeline stages change no gradient and no logged number, however layers are cut and microbatches follow."""
 
 import contextlib
 import functools
@@ -57,7 +57,8 @@ def test_every_gradient_equals_one_process(pool, tokens, reference, world):
 
 def test_cutting_into_stages_changes_no_bit(pool, tokens):
     """Every stage adds up its microbatches in the order in which one process does."""
-    for more in ({}, dict(micro_batch=4), dict(micro_batch=4, recompute=("full",))):
+    for more in ({}, dict(micro_batch=4, aux_loss_scope="global"), dict(micro_batch=4, recompute=("full",)),
+                 dict(precision="bf16")):
         ref, = pool.run(1, run_layout, dict(BASE, data=tokens, overlap="none", **more), 1, steps=1)
         variants = [dict(BASE, data=tokens, overlap=overlap, pp=4, **more) for overlap in ("none", "pair")]
         for results in pool.run(4, run_layouts, variants, 4, steps=3):
@@ -157,7 +158,7 @@ def test_messages_that_arrive_late_change_no_bit(pool, tokens, world):
 
 
 def tied_copies(variants, world):
-    """Per variant: this rank's embedding and its moments (None: it has none) after 3 steps, and the initial one."""
+    """Per variant: this rank's stage, its embedding at first and after 3 steps (None: it has none), moments."""
     import train
     results = []
     for knobs in variants:
@@ -254,15 +255,16 @@ def test_the_start_table_and_the_ledger(pool, tokens):
                              "  stage 1: layers 1-2, at most 6 microbatches in flight",
                              "  stage 2: layers 3-4, at most 4 microbatches in flight",
                              "  stage 3: layers 5-7, at most 2 microbatches in flight",
-                             "  bubble 20.0% of a step, if all stages took equally long"]
+                             "  bubble 20.0% of a step with 12 microbatches, if all stages take equally long"]
         one_way = (12, 12 * 16 * 32 * 4)    # 12 microbatches of 16 tokens, 32 wide, fp32
         assert [sent for *_, sent in held] == [
-            {"pp forward": one_way}, *[{"pp forward": one_way, "pp backward": one_way}] * 2, {"pp backward": one_way}]
+            {"pp forward": one_way}, {"pp forward": one_way, "pp backward": one_way},
+            {"pp forward": one_way, "pp backward": one_way}, {"pp backward": one_way}]
     knobs = dict(base, pp=2, vpp=2, overlap="none", micro_batch=3)
     assert pool.run(2, start_of, knobs, 2)[0][2] == [
         "  stage 0: layers 0-1, 4-5, at most 5 microbatches in flight, each on one of its 2 chunks",
         "  stage 1: layers 2-3, 6-7, at most 3 microbatches in flight, each on one of its 2 chunks",
-        "  bubble 11.1% of a step, if all stages took equally long"]
+        "  bubble 11.1% of a step with 4 microbatches, if all stages take equally long"]
 
 
 def test_layers_are_cut_evenly_or_as_told():

@@ -51,8 +51,8 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
         done, written = run(tmp_path / str(i), ranks, *knobs, *more)
         rows.append(written)
         assert ("stage 1: layers 1, at most 2 microbatches in flight" in done.stdout) == (pp == 2)
-        for word in (f"experts: pp {pp}", "parameters 43,424", "traffic per step", "step 5/5", "expert utilization",
-                     "sample:"):
+        for word in (f"experts: pp {pp}", "parameters 43,424", "traffic per step", "step 5/5",
+                     "expert utilization", "sample:"):
             assert word in done.stdout, (ranks, word, done.stdout)
     assert [[r["step"] for r in run_] for run_ in rows] == [[1, 2, 3, 4, 5]] * len(layouts)
     for one, four in [*zip(rows[0], rows[1]), *zip(rows[0], rows[2])]:
