@@ -219,7 +219,7 @@ def biases(knobs, world):
 def test_every_layer_balances_by_its_own_counts(pool, tokens):
     base = dict(BASE, data=tokens, bias_update_rate=0.01, lr=0.0, min_lr=0.0)
     one, = pool.run(1, biases, base, 1)
-    assert len(one) == 4 and all(bias.any() for bias in one.values())
+    assert len({tuple(bias.tolist()) for bias in one.values()}) == 4, "layers differ, so a wrong one shows"
     for knobs in (dict(pp=2, ep=2), dict(pp=4, vpp=2)):
         ranks = pool.run(4, biases, dict(base, **knobs), 4)
         assert set().union(*ranks) == one.keys()
