@@ -138,7 +138,7 @@ class Model(nn.Module):
         self.chunks = stage_layers(cfg)[pp.rank::pp.size]
         begins, ends = pp.rank == 0, pp.rank == pp.size - 1
         table = lambda: nn.Parameter(torch.empty(cfg.vocab_size, cfg.d_model))
-        self.embedding = table() if begins or ends and cfg.tie_embeddings else None
+        self.embedding = table() if begins or (ends and cfg.tie_embeddings) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
                                      for chunk in self.chunks for i in chunk})
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None

@@ -107,7 +107,7 @@ class Family:
             self.ends.all_reduce(self.master.grad)
 
     @property
-    def counts(self):
+    def in_norm(self):
         """False where another stage answers for the same shard: the norm must count it once."""
         return self.ends is None or self.ends.rank == 0
 
@@ -162,7 +162,7 @@ class Optimizer:
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
             family.reduce()
-        squares = sum(square_sum(f.master.grad) for f in self.families if f.counts)
+        squares = sum(square_sum(f.master.grad) for f in self.families if f.in_norm)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()

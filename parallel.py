@@ -512,11 +512,12 @@ class Tape:
     observe let requests report their statistics (the first pass of a training step)
     replay  this is a recompute: results need not come back again, since what follows them in the block is
             linear in them and backward needs no values
+    inlet   where the activations of the pipeline stage before came in, if they did
     """
 
     def __init__(self, record=True, observe=False, replay=False):
         self.record, self.observe, self.replay = record, observe, replay
-        self.cuts, self.plan = [], None
+        self.cuts, self.plan, self.inlet = [], None, None
 
     def forward(self, coroutine):
         """Coroutine: drives a model's coroutine to its end and returns its value, detached."""
@@ -671,7 +672,7 @@ def execute(cells, model, batches, grad):
     def backward(chunk, i):
         tape = tapes.pop((chunk, i))
         yield from tape.backward(grad if model.is_last(chunk) else homeward.arrive())
-        if not model.is_first(chunk):
+        if tape.inlet is not None:
             homeward.send(tape.inlet.take())
 
     def post(cell):

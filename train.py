@@ -276,6 +276,7 @@ class Log:
             self.print("force_balance: routing is round-robin; speed is flattered and the model learns nothing useful")
         if cfg.overlap == "pair" and trainer.microbatches == 1 and s.ep > 1:
             self.print("overlap=pair has a single microbatch, which runs alone: lower micro_batch to hide exchanges")
+        ledger.take()   # what this table itself cost is no part of a step
 
     def pipeline(self):
         """Lines about the pipeline's stages; none without one."""

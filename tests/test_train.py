@@ -51,6 +51,8 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
         done, written = run(tmp_path / str(i), ranks, *knobs, *more)
         rows.append(written)
         assert ("stage 1: layers 1, at most 2 microbatches in flight" in done.stdout) == (pp == 2)
+        traffic = done.stdout.split("traffic per step")[1].split("step 1/")[0]
+        assert ("\n  pp forward  " in traffic) == (pp == 2) and "\n  pp  " not in traffic
         for word in (f"experts: pp {pp}", "parameters 43,424", "traffic per step", "step 5/5",
                      "expert utilization", "sample:"):
             assert word in done.stdout, (ranks, word, done.stdout)
