@@ -23,8 +23,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kernels import rms_norm
 from moe import Batch, FeedForward, MoE
-from parallel import (Rerun, Tape, column_linear, cross_entropy, gather_sequence, row_linear, scatter, sum_over,
-                      together, zigzag_runs)
+from parallel import (Rerun, Tape, column_linear, cross_entropy, gather_sequence, row_linear, scatter, stage_layers,
+                      sum_over, together, zigzag_runs)
 from settings import knob
 
 
@@ -183,15 +183,37 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """What this rank's pipeline stage holds of the model, in vpp chunks of consecutive blocks. Names are those of
+    the whole model: layers.17 is the same block whichever stage holds it."""
+
     def __init__(self, cfg, layout):
         super().__init__()
-        self.cfg, self.layout = cfg, layout
-        V = cfg.vocab_size // layout.tp.size
-        self.embedding = nn.Parameter(torch.empty(V, cfg.d_model))
+        self.cfg, self.layout, pp = cfg, layout, layout.pp
+        self.chunks = stage_layers(cfg)[pp.rank::pp.size]
+        begins, ends = pp.rank == 0, pp.rank == pp.size - 1
+        table = lambda: nn.Parameter(torch.empty(cfg.vocab_size // layout.tp.size, cfg.d_model))
+        self.embedding = table() if begins or (ends and cfg.tie_embeddings) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
-                                     for i in range(cfg.n_layer)})
-        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.head = None if cfg.tie_embeddings else nn.Parameter(torch.empty(V, cfg.d_model))
+                                     for chunk in self.chunks for i in chunk})
+        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
+        self.head = table() if ends and not cfg.tie_embeddings else None
+
+    def is_first(self, chunk):
+        """True where tokens enter."""
+        return self.layout.pp.rank == 0 and chunk == 0
+
+    def is_last(self, chunk):
+        """True where the head is."""
+        return self.norm is not None and chunk == len(self.chunks) - 1
+
+    def on_both_ends(self, name):
+        """True for a parameter that the first and the last of several stages both hold and must keep equal."""
+        return name == "embedding" and self.cfg.tie_embeddings and self.layout.pp.size > 1
+
+    def empty_stream(self, batch):
+        """An uninitialized x_TD for `batch`, as it comes from the stage before."""
+        norm = next(iter(self.layers.values())).norm1.weight
+        return norm.new_empty(len(batch.tokens_T), self.cfg.d_model)
 
     @property
     def moes(self):
@@ -219,17 +241,23 @@ class Model(nn.Module):
             shape[dim] *= getattr(self.layout.sizes, group)
         return shape
 
-    def forward(self, batch):
-        """Coroutine. With labels: the sum of cross entropy over the tp group's valid tokens, fp32. Without: each
-        sequence's logits after position batch.last, [B, V] of the whole vocabulary, fp32."""
-        tp, (B, S) = self.layout.tp, batch.shape
+    def forward(self, batch, chunk=0, x_TD=None):
+        """Coroutine of one chunk, given x_TD from the chunk before it (the first takes the tokens). Returns x_TD
+        for the next one; the last returns, with labels, the sum of cross entropy over the tp group's valid
+        tokens, fp32, and without, each sequence's logits after position batch.last, [B, V] of the whole
+        vocabulary, fp32."""
         batch.rope = rope_table(batch.positions_S, head_width(self.cfg), self.cfg.rope_theta)
-        x_TD = self.embed(batch.tokens_G)
-        for block in self.layers.values():
+        if self.is_first(chunk):
+            x_TD = self.embed(batch.tokens_G)
+        for i in self.chunks[chunk]:
+            block = self.layers[str(i)]
             if "full" in self.cfg.recompute:
                 x_TD = yield Rerun(lambda x, plan, block=block: block(x, batch, plan), x_TD)
             else:
                 x_TD = yield from block(x_TD, batch)
+        if not self.is_last(chunk):
+            return x_TD
+        tp, (B, S) = self.layout.tp, batch.shape
         x_TD, head = self.norm(x_TD), self.embedding if self.head is None else self.head
         if batch.labels_G is not None:
             logits_GV, = column_linear(x_TD, [head], tp)
@@ -247,8 +275,20 @@ class Model(nn.Module):
 
 
 def run(model, batch):
-    """model.forward outside training, driven to its end: no gradient, no statistics."""
-    return together(Tape(record=False).forward(model(batch)))[0]
+    """model.forward outside training, through all stages: no gradient, no statistics. A stage without the head
+    returns zeros of the result's shape, so that a sum over stages is the result."""
+    onward = model.layout.onward
+    for chunk in range(len(model.chunks)):
+        x_TD = None
+        if not model.is_first(chunk):
+            onward.post(model.empty_stream(batch))
+            x_TD = onward.arrive()
+        y = together(Tape(record=False).forward(model(batch, chunk, x_TD)))[0]
+        if model.is_last(chunk):
+            return y
+        onward.send(y)
+    shape = (batch.shape[0], model.cfg.vocab_size) if batch.labels_T is None else ()
+    return torch.zeros(shape, device=y.device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,7 +309,7 @@ def init_weights(model, seed):
             continue
         full, shards = model.full_shape(name, param.shape), model.shards(name)
         std = full[-1] ** -0.5
-        if name == "embedding" and model.head is not None:
+        if name == "embedding" and not model.cfg.tie_embeddings:
             std = 1
         elif name.endswith((".wo", ".w2")):
             std /= (2 * model.cfg.n_layer) ** 0.5
@@ -300,7 +340,7 @@ def generate(model, prompt, length, temperature=0.8, top_k=40, seed=0):
         context = ids[-model.cfg.seq_len:]
         padding = [-1] * (-len(context) % (2 * sizes.cp * sizes.tp))    # ranks share its positions evenly
         batch = Batch(model.layout, torch.tensor([context + padding]), None, last=len(context) - 1)
-        logits_V = run(model, batch)[0].cpu()
+        logits_V = model.layout.pp.all_reduce(run(model, batch))[0].cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:
@@ -317,12 +357,16 @@ def generate(model, prompt, length, temperature=0.8, top_k=40, seed=0):
 
 def parameter_counts(model):
     """{"total", "experts", "active"} of the whole model. Active: what one token uses, embedding and head
-    included."""
+    included. Pipeline stages add up what they hold, so all ranks must call it."""
     total = experts = 0
     for name, param in model.named_parameters():
+        if model.on_both_ends(name) and model.layout.pp.rank > 0:
+            continue
         count = torch.Size(model.full_shape(name, param.shape)).numel()
         total += count
         experts += count if ".experts." in name else 0
+    counts = torch.tensor([total, experts], device=model.layout.device)
+    total, experts = model.layout.pp.all_reduce(counts).tolist()
     active = total - experts + experts * model.cfg.top_k // model.cfg.num_experts
     return {"total": total, "experts": experts, "active": active}
 

@@ -64,10 +64,11 @@ def square_sum(x):
 
 
 class Family:
-    """Parameters that are reduced, updated and gathered as one."""
+    """Parameters that are reduced, updated and gathered as one. `ends`: the two pipeline stages that both hold
+    them, or None. Such a family has the same members and owners on both, hence the same shards."""
 
-    def __init__(self, owner, dtype, decays):
-        self.owner, self.dtype, self.decays, self.slots = owner, dtype, decays, []
+    def __init__(self, owner, dtype, decays, ends=None):
+        self.owner, self.dtype, self.decays, self.ends, self.slots = owner, dtype, decays, ends, []
 
     def allocate(self, named, device):
         """Gives `named` meta parameters their place: → {name: parameter}. Starts are aligned to 16 elements
@@ -102,6 +103,13 @@ class Family:
     def reduce(self):
         """Sums gradients over the owners; this rank's shard becomes the master's gradient."""
         self.master.grad = self.owner.reduce_scatter(self.grad)
+        if self.ends:
+            self.ends.all_reduce(self.master.grad)
+
+    @property
+    def in_norm(self):
+        """False where another stage answers for the same shard: the norm must count it once."""
+        return self.ends is None or self.ends.rank == 0
 
     @torch.no_grad()
     def gather(self):
@@ -123,10 +131,11 @@ class Optimizer:
         for name, param in model.named_parameters():
             # a parameter made fp32 on purpose (the router) stays so in a bf16 model
             kind = torch.float32 if ".router." in name else dtype
-            named.setdefault((tuple(model.shards(name)), kind, param.ndim > 1), []).append((name, param))
+            ends = layout.ends if model.on_both_ends(name) else None
+            named.setdefault((tuple(model.shards(name)), kind, param.ndim > 1, ends), []).append((name, param))
         self.families = []
-        for (shards, kind, decays), members in named.items():
-            family = Family(owners[shards], kind, decays)
+        for (shards, kind, decays, ends), members in named.items():
+            family = Family(owners[shards], kind, decays, ends)
             for name, param in family.allocate(members, device).items():
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)
@@ -153,7 +162,7 @@ class Optimizer:
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
             family.reduce()
-        squares = sum(square_sum(f.master.grad) for f in self.families)
+        squares = sum(square_sum(f.master.grad) for f in self.families if f.in_norm)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()
@@ -187,4 +196,5 @@ def full_gradients(model, optimizer):
                 parts = getattr(model.layout, group).all_gather(grad.contiguous()[None])
                 grad = torch.cat(parts.unbind(0), dim)
             gradients[name] = grad.clone()
-    return gradients
+    stages = model.layout.pp.gather_objects(gradients)
+    return {name: grad for stage in stages for name, grad in stage.items()}

@@ -13,6 +13,8 @@ while it is in flight, and resumes the generator with fresh autograd leaves; so 
 autograd segments joined by exchanges, and backward is another coroutine that runs the segments in
 reverse with the adjoint exchange between them. From this one mechanism come the overlap of one
 microbatch's forward with another's backward, the shared expert beside the exchange, and recompute.
+The schedule says which forwards and backwards a pipeline stage runs in which order, and beside which;
+`execute` runs them and passes activations and gradients on to the neighbouring stages.
 
 Shapes: T tokens on this rank, G = T·tp tokens of its tensor-parallel group, D model width, V vocabulary rows on
 this rank, S sequence length, N whatever else, F width inside.
@@ -20,8 +22,10 @@ this rank, S sequence length, N whatever else, F width inside.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -39,7 +43,10 @@ from settings import knob
 class ParallelConfig:
     tp: int = knob(1, "tensor-parallel ranks: share each matrix and a sequence's tokens", least=1)
     cp: int = knob(1, "context-parallel ranks: share a sequence's tokens and its attention", least=1)
-    pp: int = knob(1, "pipeline stages (not built yet: 1)", least=1)
+    pp: int = knob(1, "pipeline stages", least=1)
+    vpp: int = knob(1, "virtual stages on each pipeline stage (interleaving)", least=1)
+    pp_layout: tuple[int, ...] = knob((), "layers of each of the pp*vpp virtual stages; empty: as even as "
+                                      "possible", least=1)
     ep: int = knob(0, "expert-parallel ranks; 0: the most that fit inside an NVLink domain", least=0)
     etp: int = knob(1, "tensor-parallel ranks inside an expert", least=1)
     overlap: str = knob("pair", "pair: one microbatch's forward beside another's backward; none: one at a time",
@@ -57,7 +64,7 @@ DENSE, EXPERTS = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of every mesh dimension; the product of either mesh is the world."""
+    """Sizes of every mesh dimension; the product of either mesh is the world. vpp: virtual stages per stage."""
     pp: int
     dp: int
     cp: int
@@ -65,6 +72,7 @@ class Sizes:
     edp: int
     ep: int
     etp: int
+    vpp: int = 1
 
     @property
     def world(self):
@@ -102,17 +110,25 @@ def sizes_of(cfg, world):
     fits = [e for e in _divisors(plane // cfg.etp)
             if cfg.num_experts % e == 0 and (e == 1 or e * cfg.etp <= nvl_domain(cfg))]
     ep = cfg.ep or fits[-1]
-    return Sizes(cfg.pp, plane // (cfg.tp * cfg.cp), cfg.cp, cfg.tp, plane // (cfg.etp * ep), ep, cfg.etp)
+    return Sizes(cfg.pp, plane // (cfg.tp * cfg.cp), cfg.cp, cfg.tp, plane // (cfg.etp * ep), ep, cfg.etp, cfg.vpp)
+
+
+def stage_layers(cfg):
+    """The blocks of every virtual stage, a range each, in the order in which tokens pass. What does not divide
+    gives the first stages one more. Virtual stage j is chunk j // pp of pipeline stage j % pp."""
+    n = cfg.pp * cfg.vpp
+    counts = cfg.pp_layout or [cfg.n_layer // n + (j < cfg.n_layer % n) for j in range(n)]
+    ends = list(itertools.accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends)]
 
 
 def check(cfg, world):
     """Every reason why `cfg` cannot be laid out on `world` ranks."""
-    problems = []
-    if cfg.pp != 1:
-        return [f"pp={cfg.pp}: pipeline parallelism is not built yet: set pp=1"]
+    problems = check_stages(cfg)
     dense, experts = cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1)
     if world % cfg.pp:
-        return [f"pp={cfg.pp} does not divide the {world} ranks: set pp to {_choices(_divisors(world))}"]
+        problems.append(f"pp={cfg.pp} does not divide the {world} ranks: set pp to {_choices(_divisors(world))}")
+        return problems
     plane = world // cfg.pp
     if plane % dense:
         problems.append(f"tp*cp = {cfg.tp}*{cfg.cp} = {dense} does not divide the {plane} ranks of a pipeline stage")
@@ -123,6 +139,31 @@ def check(cfg, world):
         problems.append(f"ep={cfg.ep} does not divide num_experts={cfg.num_experts}: "
                         f"set ep to {_choices(_divisors(cfg.num_experts))}")
     return problems
+
+
+def check_stages(cfg):
+    """Every reason why the layers of `cfg` cannot be cut into its pipeline stages."""
+    stages, named = cfg.pp * cfg.vpp, f"pp*vpp = {cfg.pp}*{cfg.vpp} = {cfg.pp * cfg.vpp}"
+    problems = []
+    if cfg.vpp > 1 and cfg.pp == 1:
+        problems.append(f"vpp={cfg.vpp} interleaves pipeline stages, but pp=1 has one: set vpp=1 or raise pp")
+    if stages > cfg.n_layer:
+        problems.append(f"{named} stages are more than n_layer={cfg.n_layer}: lower pp or vpp")
+    if cfg.pp_layout:
+        text, total = ",".join(map(str, cfg.pp_layout)), sum(cfg.pp_layout)
+        if len(cfg.pp_layout) != stages:
+            problems.append(f"pp_layout={text} names {len(cfg.pp_layout)} stages, but {named}: list as many")
+        if total != cfg.n_layer:
+            problems.append(f"pp_layout={text} sums to {total} layers, but n_layer={cfg.n_layer}: change either")
+    return problems
+
+
+def check_microbatches(cfg, m):
+    """Why `cfg` cannot run m microbatches a step, if so."""
+    if cfg.vpp > 1 and m % cfg.pp:
+        return [f"vpp={cfg.vpp} interleaves microbatches in groups of pp={cfg.pp}, but a step has {m} of them "
+                f"(global_batch / (dp*micro_batch)): change micro_batch or global_batch, or set vpp=1"]
+    return []
 
 
 def init(device, timeout_s=600):
@@ -149,10 +190,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 @functools.cache
-def process_group(ranks):
-    """One process group per tuple of ranks, whatever it is used for: groups cost threads and descriptors.
-    Only members call this, so a rank makes its own few groups and not everybody's."""
-    if len(ranks) == dist.get_world_size():
+def process_group(ranks, traffic=""):
+    """One process group per tuple of ranks, whatever it is used for: groups cost threads and descriptors. Only
+    `traffic` that must not queue behind other messages has one more, by that name. Only members call this, so
+    a rank makes its own few groups and not everybody's. torch names a group by its ranks and by how many
+    groups its members have made, so all ranks must make equally many."""
+    if len(ranks) == dist.get_world_size() and not traffic:
         return dist.group.WORLD
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
@@ -241,6 +284,80 @@ class Group:
         ledger.add(self, "all-to-all", (len(x) - own) * x[:1].nbytes if len(x) else 0)
         return out, dist.all_to_all_single(out, x, recv, send, group=self.pg, async_op=True)
 
+    def gather_objects(self, x):
+        """[x of each rank], any Python object; for tests and reports, not for training."""
+        if self.size == 1:
+            return [x]
+        objects = [None] * self.size
+        dist.all_gather_object(objects, x, group=self.pg)
+        return objects
+
+
+class Link:
+    """One-way traffic along the ring of pipeline stages: activations to the next stage ("forward") or gradients
+    to the one before ("backward"). Both ends see messages in the order of sending, which is all the matching
+    there is. The way round, between the last stage and the first, exists when stages are interleaved. It has a
+    group of its own: with two stages both ways join the same two ranks, and NCCL would make a message wait
+    for one that travels against it."""
+
+    def __init__(self, pp, vpp, way, device):
+        self.name, self.inbox, self.outbox = f"pp {way}", collections.deque(), collections.deque()
+        self.to = self.source = None
+        if pp.size == 1:
+            return
+        straight = process_group(pp.ranks, way)
+        around = process_group(pp.ranks, f"{way}, way round") if vpp > 1 else None
+
+        def peer(stage):
+            """(rank, group) of a neighbour; None beyond the ends."""
+            if 0 <= stage < pp.size:
+                return pp.ranks[stage], straight
+            return around and (pp.ranks[stage % pp.size], around)
+
+        step = {"forward": 1, "backward": -1}[way]
+        self.to, self.source = peer(pp.rank + step), peer(pp.rank - step)
+        self.window = send_window(pp.size, vpp)
+        self._greet(torch.zeros(1, device=device), begins=not 0 <= pp.rank - step < pp.size)
+
+    def _greet(self, hello, begins):
+        """NCCL connects two ranks at their first message, and the host waits for the other: here, one after the
+        other along the ring, where nobody can wait in a circle."""
+        if self.source and not begins:
+            dist.recv(hello, self.source[0], group=self.source[1])
+        if self.to:
+            dist.send(hello, self.to[0], group=self.to[1])
+        if self.source and begins:
+            dist.recv(hello, self.source[0], group=self.source[1])
+
+    def near(self, block):
+        """1 if the receiver is inside the same aligned block of `block` ranks (node, domain), else 0."""
+        return float(self.to[0] // block == dist.get_rank() // block)
+
+    def post(self, x):
+        """Starts to receive the next message into x."""
+        rank, group = self.source
+        self.inbox.append((x, dist.irecv(x, rank, group=group)))
+
+    def arrive(self):
+        """The oldest message posted, waited for."""
+        x, work = self.inbox.popleft()
+        work.wait()
+        return x
+
+    def send(self, x):
+        """Starts to send x, which must not change. Holds it until a window of later ones has been sent."""
+        rank, group = self.to
+        x = x.contiguous()
+        ledger.add(self, "send", x.nbytes)
+        self.outbox.append((x, dist.isend(x, rank, group=group)))
+        if len(self.outbox) > self.window:
+            self.outbox.popleft()[1].wait()
+
+    def flush(self):
+        """Waits until everything sent has left."""
+        while self.outbox:
+            self.outbox.popleft()[1].wait()
+
 
 class Layout:
     """This rank's place in both meshes and its groups: world, dp, cp, tp, edp, ep, etp, and
@@ -248,6 +365,9 @@ class Layout:
     plane   dp×cp×tp, the ranks of one pipeline stage: owners of replicated parameters
     dpcp    dp×cp, owners of tensor-parallel parameters
     batch   cp×tp, the ranks that hold the tokens of one microbatch of one data-parallel rank
+    ends    the first and the last pipeline stage, owners of a parameter that both use (elsewhere: alone)
+
+    onward and homeward are the links to the neighbouring stages.
     """
 
     def __init__(self, sizes, device):
@@ -260,6 +380,12 @@ class Layout:
         self.alone = Group("alone", (rank,))
         self.pp, self.dp, self.cp, self.tp = (group(d, d) for d in DENSE)
         self.edp, self.ep, self.etp = (group(d, d) for d in EXPERTS[1:])
+        self.onward, self.homeward = (Link(self.pp, sizes.vpp, way, device) for way in ("forward", "backward"))
+        ends = (self.pp.ranks[0], self.pp.ranks[-1])
+        if rank not in ends:
+            ends = (rank,)
+            process_group(ends, "none")     # not used, but all ranks must make equally many groups
+        self.ends = Group("ends", tuple(dict.fromkeys(ends)))
 
     @functools.cached_property
     def meshes(self):
@@ -558,11 +684,12 @@ class Tape:
     observe let requests report their statistics (the first pass of a training step)
     replay  this is a recompute: results need not come back again, since what follows them in the block is
             linear in them and backward needs no values
+    inlet   where the activations of the pipeline stage before came in, if they did
     """
 
     def __init__(self, record=True, observe=False, replay=False):
         self.record, self.observe, self.replay = record, observe, replay
-        self.cuts, self.plan = [], None
+        self.cuts, self.plan, self.inlet = [], None, None
 
     def forward(self, coroutine):
         """Coroutine: drives a model's coroutine to its end and returns its value, detached."""
@@ -645,15 +772,93 @@ def together(*coroutines):
     return values
 
 
-def schedule(stage, pp, m, pair):
-    """This stage's cells in order for m microbatches: ("F", i), ("B", i), or both at once under `pair`.
+# --------------------------------------------------------------------------------------------------
+# The pipeline
 
-    One-forward-one-backward; with `pair` a cell is the forward of a later microbatch beside the backward of
-    an earlier one, which takes twice the warm-up or every stage would wait for the next.
+
+def warm_up(stage, pp, vpp, m, pair):
+    """Forward units that a stage runs before its first backward. A unit is a microbatch on one chunk. Interleaved
+    or paired units need two per later stage: a unit's gradient is back only after twice as many turns."""
+    per_stage = 2 if pair or vpp > 1 else 1
+    return min((pp - 1 - stage) * per_stage + (vpp - 1) * pp + pair, vpp * m)
+
+
+def in_flight(stage, pp, vpp, m, pair):
+    """The most units whose activations a stage holds at once."""
+    return min(warm_up(stage, pp, vpp, m, pair) + 1, vpp * m)
+
+
+def send_window(pp, vpp):
+    """Messages a stage may have sent and not yet know to have arrived: as many as the first stage can have units
+    in flight, so that waiting for the oldest can never be what the others wait for."""
+    return 2 * (pp - 1) + (vpp - 1) * pp + 2
+
+
+def bubble(pp, vpp, m):
+    """The share of time that equal stages stand idle."""
+    return (pp - 1) / (vpp * m + pp - 1)
+
+
+def schedule(stage, pp, vpp, m, pair):
+    """This stage's cells in order, for m microbatches: lists of ("F" or "B", chunk, microbatch).
+
+    One-forward-one-backward after the warm-up. With vpp > 1 chunks take turns, pp microbatches each
+    (arXiv:2104.04473), which needs m % pp = 0. With `pair` a cell is the forward of a later unit beside the
+    backward of an earlier one.
     """
-    warm_up = min((pp - 1 - stage) * (2 if pair else 1) + pair, m)
-    cells = [[("F", i)] for i in range(warm_up)]
-    for i in range(m):
-        later = [("F", i + warm_up)] if i + warm_up < m else []
-        cells += [later + [("B", i)]] if pair else [cell for cell in (later, [("B", i)]) if cell]
+    turn = pp if vpp > 1 else m
+    units = [(chunk, i) for first in range(0, m, turn) for chunk in range(vpp)
+             for i in range(first, min(first + turn, m))]
+    forward = [[("F", chunk, i)] for chunk, i in units]
+    backward = [[("B", vpp - 1 - chunk, i)] for chunk, i in units]
+    ahead = warm_up(stage, pp, vpp, m, pair)
+    cells = forward[:ahead]
+    for n, back in enumerate(backward):
+        later = forward[n + ahead] if n + ahead < len(forward) else []
+        cells += [later + back] if pair else [cell for cell in (later, back) if cell]
     return cells
+
+
+def execute(cells, model, batches, grad):
+    """Runs a step's cells on this stage, forward and backward, with what travels between stages.
+
+    model     model(batch, chunk, x_TD) is the coroutine of one chunk; model.layout knows the neighbours
+    grad      the gradient of a microbatch's loss
+    Returns the losses, detached, on the last stage; an empty list elsewhere.
+    """
+    onward, homeward = model.layout.onward, model.layout.homeward
+    tapes, losses = {}, []
+
+    def forward(chunk, i):
+        tape, x_TD = Tape(observe=True), None
+        if not model.is_first(chunk):
+            tape.inlet, x_TD = Inlet.enter(onward.arrive())
+        tapes[chunk, i], block = tape, model(batches[i], chunk, x_TD)
+        del x_TD
+        y = yield from tape.forward(block)
+        if model.is_last(chunk):
+            losses.append(y)
+        else:
+            onward.send(y)
+
+    def backward(chunk, i):
+        tape = tapes.pop((chunk, i))
+        yield from tape.backward(grad if model.is_last(chunk) else homeward.arrive())
+        if tape.inlet is not None:
+            homeward.send(tape.inlet.take())
+
+    def post(cell):
+        for kind, chunk, i in cell:
+            if kind == "F" and not model.is_first(chunk):
+                onward.post(model.empty_stream(batches[i]))
+            if kind == "B" and not model.is_last(chunk):
+                homeward.post(model.empty_stream(batches[i]))
+
+    # a cell's messages are asked for one cell ahead, to travel while the cell before it computes
+    post(cells[0])
+    for cell, following in zip(cells, [*cells[1:], []]):
+        post(following)
+        together(*((forward if kind == "F" else backward)(chunk, i) for kind, chunk, i in cell))
+    onward.flush()
+    homeward.flush()
+    return losses

@@ -28,7 +28,7 @@ import moe
 import optim
 import parallel
 from kernels import Clock, KernelConfig, clock, dtype_of, peak_flops
-from parallel import Tape, ledger, schedule, together
+from parallel import execute, ledger, schedule
 from settings import knob, load
 
 
@@ -71,6 +71,8 @@ def check(cfg, world):
         if tokens % cfg.tp:
             problems.append(f"tp={cfg.tp} does not divide the micro_batch*seq_len/cp = {max(cfg.micro_batch, 1)}*"
                             f"{cfg.seq_len}/{cfg.cp} = {tokens} tokens: change tp or seq_len")
+        if not cfg.global_batch % at_once:
+            problems += parallel.check_microbatches(cfg, cfg.global_batch // at_once if cfg.micro_batch else 1)
     for part in (dispatch, moe, models, optim):
         problems += part.check(cfg)
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -97,6 +99,10 @@ def device_of(cfg):
 
 # --------------------------------------------------------------------------------------------------
 # A step
+
+
+def n_moe_layers(cfg):
+    return cfg.n_layer - cfg.n_dense_layers
 
 
 class Result:
@@ -157,7 +163,8 @@ class Trainer:
 
     def forward_backward(self, batches):
         """Leaves the gradient of the objective, summed over this rank's microbatches, in every .grad.
-        → (this rank's sum of cross entropy, the global number of valid tokens), on the device."""
+        → (this rank's sum of cross entropy, zero but on the last pipeline stage; the global number of valid
+        tokens), on the device."""
         counts = torch.stack([sum((b.labels_T != -100).sum() for b in batches),
                               sum(b.counted_T.sum() for b in batches)])
         valid, counted = self.layout.plane.all_reduce(counts).clamp_min(1).unbind()
@@ -166,38 +173,35 @@ class Trainer:
         self.optimizer.zero_grad()
         for layer in self.model.moes.values():
             layer.stats.reset()
-        tapes, losses = {}, []
-
-        def start(kind, i):
-            if kind == "F":
-                tapes[i] = Tape(observe=True)
-                return tapes[i].forward(self.model(batches[i]))
-            return tapes.pop(i).backward((1 / valid).float())
-
-        pair = self.cfg.overlap == "pair"
-        for cell in schedule(self.layout.pp.rank, self.layout.pp.size, len(batches), pair):
-            losses += [loss for loss in together(*(start(*part) for part in cell)) if loss is not None]
+        cells = schedule(self.layout.pp.rank, self.layout.pp.size, self.cfg.vpp, len(batches),
+                         self.cfg.overlap == "pair")
+        losses = execute(cells, self.model, batches, (1 / valid).float())
+        loss = sum(losses, torch.zeros((), device=self.device))
         # a tensor-parallel group has one loss, which all its ranks computed
-        loss = sum(losses)
         return loss if self.layout.tp.rank == 0 else torch.zeros_like(loss), valid
 
     def step(self, step):
         """One optimizer step (from 0)."""
-        rank, world, layers = self.layout.world.rank, self.layout.world.size, self.model.moes
+        rank, world = self.layout.world.rank, self.layout.world.size
         loss, valid = self.forward_backward(list(self.batches(step)))
         norm = self.optimizer.reduce()
         skip = ~norm.isfinite()
         finite = torch.zeros(world, dtype=torch.float64, device=self.device)
         finite[rank] = loss.isfinite()
-        stats = [layer.stats for layer in layers.values()]
+        stats = [layer.stats for layer in self.model.moes.values()]
         zero = loss.new_zeros(())
+        # a row per MoE layer of the whole model, so that all ranks, whatever their stage holds, reduce alike
+        loads = torch.zeros(n_moe_layers(self.cfg), 1 + self.cfg.num_experts, dtype=torch.float64,
+                            device=self.device)
+        for i, layer in self.model.moes.items():
+            loads[i - self.cfg.n_dense_layers] = torch.cat([layer.stats.kept_E.sum()[None], layer.stats.counts_E])
         sums = torch.cat([torch.stack([(loss / valid).double(), sum((s.aux for s in stats), zero).double(),
-                                       sum((s.z for s in stats), zero).double()]), finite,
-                          *(torch.cat([s.kept_E.sum()[None], s.counts_E]).double() for s in stats)])
+                                       sum((s.z for s in stats), zero).double()]), finite, loads.flatten()])
         self.layout.world.all_reduce(sums)
         if self.cfg.bias_update_rate:
-            for layer, load in zip(layers.values(), sums[3 + world:].view(len(stats), -1)):
-                layer.router.update_bias(load[1:], skip)
+            loads = sums[3 + world:].view_as(loads)
+            for i, layer in self.model.moes.items():
+                layer.router.update_bias(loads[i - self.cfg.n_dense_layers, 1:], skip)
         lr = optim.learning_rate(self.cfg, step, self.cfg.max_steps)
         self.optimizer.step(lr, norm, skip)
         return Result(step + 1, lr, norm, sums)
@@ -214,10 +218,11 @@ class Trainer:
                 # every rank takes every step: where text runs out, its windows are padding
                 windows = [w if w < n else -1 for w in range(at, at + cfg.micro_batch)]
                 batch = self._batch(self.data.val, windows)
-                loss = models.run(self.model, batch)
+                loss = models.run(self.model, batch)    # zero but on the last stage
                 total += torch.stack([loss.double(), (batch.labels_G != -100).sum().double()])
-        loss, count = self.layout.dpcp.all_reduce(total).tolist()
-        return loss / count
+        self.layout.onward.flush()
+        loss, count = self.layout.world.all_reduce(total).tolist()
+        return loss / (count / self.layout.pp.size)     # each stage counted the same labels
 
     def sample(self, length=128):
         """A continuation of the first held-out tokens."""
@@ -251,6 +256,8 @@ class Log:
         shard = sum(f.master.numel() for f in trainer.optimizer.families)
         size = torch.tensor([], dtype=trainer.dtype).element_size()
         state = local * (size + 4) + shard * (8 * (cfg.optimizer == "adamw") + 4 * (size < 4))
+        fullest = torch.tensor([local, state], device=trainer.device)   # pipeline stages differ
+        local, state = trainer.layout.world.all_reduce(fullest, torch.distributed.ReduceOp.MAX).tolist()
         node, domain = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), parallel.nvl_domain(cfg)
         groups = [g for g in vars(trainer.layout).values() if isinstance(g, parallel.Group) and g.size > 1]
         self.print(
@@ -261,10 +268,11 @@ class Log:
             f"device {trainer.device.type}, {str(trainer.dtype)[6:]}, peak "
             + (f"{self.peak / 1e12:,.2f} TFLOPS per rank" if self.peak else "unknown: no MFU"),
             f"parameters {counts['total']:,} (active {counts['active']:,}, in experts {counts['experts']:,}), "
-            f"{local:,} on this rank",
+            f"{local:,} on the fullest rank",
             f"memory per rank for weights, gradients and optimizer: {state / 1e9:.2f} GB, activations come on top",
             f"batch {cfg.global_batch} sequences × {cfg.seq_len} tokens = {cfg.global_batch * cfg.seq_len:,} "
             f"= {s.dp} dp × {trainer.microbatches} microbatches × {cfg.micro_batch} sequences",
+            *self.pipeline(),
             f"experts {cfg.num_experts}, top-{cfg.top_k}, "
             + (f"capacity {trainer.capacity} per source rank and expert" if trainer.capacity else "dropless"),
             f"data {len(trainer.data.train):,} tokens, {cfg.max_steps} steps are "
@@ -273,6 +281,21 @@ class Log:
             self.print("force_balance: routing is round-robin; speed is flattered and the model learns nothing useful")
         if cfg.overlap == "pair" and trainer.microbatches == 1 and s.ep > 1:
             self.print("overlap=pair has a single microbatch, which runs alone: lower micro_batch to hide exchanges")
+        ledger.take()   # what this table itself cost is no part of a step
+
+    def pipeline(self):
+        """Lines about the pipeline's stages; none without one."""
+        s, m, stages = self.trainer.layout.sizes, self.trainer.microbatches, parallel.stage_layers(self.cfg)
+        if s.pp == 1:
+            return
+        for stage in range(s.pp):
+            layers = ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+                               for layers in stages[stage::s.pp])
+            most = parallel.in_flight(stage, s.pp, s.vpp, m, self.cfg.overlap == "pair")
+            yield (f"  stage {stage}: layers {layers}, at most {most} microbatches in flight"
+                   + (f", each on one of its {s.vpp} chunks" if s.vpp > 1 else ""))
+        yield (f"  bubble {parallel.bubble(s.pp, s.vpp, m):.1%} of a step with {m} microbatches, if all stages "
+               f"take equally long")
 
     def ledger(self, rows):
         """Traffic of one step as this rank sent it."""
@@ -286,8 +309,8 @@ class Log:
         """→ True if the step was finite. Collective: ranks tell each other their times."""
         cfg, trainer = self.cfg, self.trainer
         (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
-        finite, layers = rest[:self.world], len(trainer.model.moes)
-        loads = torch.tensor(rest[self.world:], dtype=torch.float64).view(layers, -1)
+        finite, layers = rest[:self.world], n_moe_layers(cfg)
+        loads = torch.tensor(rest[self.world:], dtype=torch.float64).view(layers, 1 + cfg.num_experts)
         kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
         memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
                   else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

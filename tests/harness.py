@@ -85,8 +85,15 @@ class Pool:
 def _serve(rank, store, pipe):
     torch.set_num_threads(1)
     # torch names a group by its ranks and by how many groups this rank has made before. In one job all ranks
-    # make equally many; here the ranks of a small world make more than the others.
-    torch.distributed.distributed_c10d._hash_ranks_to_str = lambda ranks: "ranks_" + "_".join(map(str, ranks))
+    # make equally many; here the ranks of a small world make more than the others, so only groups of the same
+    # ranks are counted.
+    c10d = torch.distributed.distributed_c10d
+
+    def name(ranks):
+        ranks = "ranks_" + "_".join(map(str, ranks)) + ":"
+        return ranks + str(sum(other.startswith(ranks) for other in c10d._world.pg_names.values()))
+
+    c10d._hash_ranks_to_str = name
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     while True:
         job = pickle.loads(pipe.recv_bytes())

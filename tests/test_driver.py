@@ -186,59 +186,6 @@ def test_exchanges_that_arrive_late_change_no_bit(pool, tokens, world):
             assert bit_equal(punctual[rank][i // 2], result), (rank, knobs)
 
 
-def cells(pp, m, pair):
-    return [parallel.schedule(stage, pp, m, pair) for stage in range(pp)]
-
-
-@pytest.mark.parametrize("pair", [False, True], ids=["one at a time", "pair"])
-@pytest.mark.parametrize("pp, m", [(1, 1), (1, 5), (2, 1), (2, 8), (4, 3), (4, 4), (4, 32), (3, 7)])
-def test_schedule(pp, m, pair):
-    for stage, mine in enumerate(cells(pp, m, pair)):
-        parts = [part for cell in mine for part in cell]
-        for kind in "FB":
-            assert [i for k, i in parts if k == kind] == list(range(m)), "each once, in order"
-        assert all(1 <= len(cell) <= 1 + pair and len({k for k, _ in cell}) == len(cell) for cell in mine)
-        assert all(parts.index(("F", i)) < parts.index(("B", i)) for i in range(m))
-        assert not any(cell[0][1] == cell[1][1] for cell in mine if len(cell) == 2), "one microbatch beside itself"
-        # microbatches in flight: no more than the warm-up and the one at work
-        flying = most = 0
-        for kind, _ in parts:
-            flying += 1 if kind == "F" else -1
-            most = max(most, flying)
-        warm_up = (pp - 1 - stage) * (2 if pair else 1) + pair
-        assert most == min(warm_up + 1, m)
-
-
-def makespan(pp, m, pair):
-    """Time until all stages are done, where a forward takes 1, a backward 2 and a cell starts when what it needs
-    has come from its neighbours; None if they wait for each other."""
-    todo, clock, done = cells(pp, m, pair), [0] * pp, {}
-    while any(todo):
-        moved = False
-        for stage in range(pp):
-            while todo[stage]:
-                needs = [(kind, i, stage - 1 if kind == "F" else stage + 1) for kind, i in todo[stage][0]]
-                needs = [n for n in needs if 0 <= n[2] < pp]
-                if any(n not in done for n in needs):
-                    break
-                start = max([clock[stage], *(done[n] for n in needs)])
-                cell = todo[stage].pop(0)
-                clock[stage] = start + sum(1 if kind == "F" else 2 for kind, _ in cell)
-                done.update({(kind, i, stage): clock[stage] for kind, i in cell})
-                moved = True
-        if not moved:
-            return None
-    return max(clock)
-
-
-@pytest.mark.parametrize("pair", [False, True], ids=["one at a time", "pair"])
-def test_schedule_fills_the_pipeline(pair):
-    for pp, m in ((2, 1), (2, 5), (3, 4), (4, 8), (4, 32)):
-        assert makespan(pp, m, pair) is not None, "stages wait for each other"
-    # a fraction 3/(32 + 3) of the time is unavoidable without pairs; pairs twice that at most
-    assert 1 - 3 * 32 / makespan(4, 32, pair) < (0.17 if pair else 0.09)
-
-
 # ---- recompute near ties, repeatability ----
 
 

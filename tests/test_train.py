@@ -45,14 +45,19 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
     knobs = [f"--data={text}", "--optimizer=sgd", "--lr=0.1", "--capacity_factor=0", "--aux_loss_coef=0",
              "--eval_interval=2", "--eval_steps=2"]
     rows = []
-    for ranks, more in ((1, []), (4, ["--ep=4", "--micro_batch=1"])):
-        (tmp_path / str(ranks)).mkdir()
-        done, written = run(tmp_path / str(ranks), ranks, *knobs, *more)
+    layouts = ((1, 1, []), (4, 1, ["--ep=4", "--micro_batch=1"]), (4, 2, ["--pp=2", "--ep=2", "--micro_batch=1"]))
+    for i, (ranks, pp, more) in enumerate(layouts):
+        (tmp_path / str(i)).mkdir()
+        done, written = run(tmp_path / str(i), ranks, *knobs, *more)
         rows.append(written)
-        for word in ("experts: pp 1", "parameters", "traffic per step", "step 5/5", "expert utilization", "sample:"):
+        assert ("stage 1: layers 1, at most 2 microbatches in flight" in done.stdout) == (pp == 2)
+        traffic = done.stdout.split("traffic per step")[1].split("step 1/")[0]
+        assert ("\n  pp forward  " in traffic) == (pp == 2) and "\n  pp  " not in traffic
+        for word in (f"experts: pp {pp}", "parameters 43,424", "traffic per step", "step 5/5",
+                     "expert utilization", "sample:"):
             assert word in done.stdout, (ranks, word, done.stdout)
-    assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]] == [1, 2, 3, 4, 5]
-    for one, four in zip(*rows):
+    assert [[r["step"] for r in run_] for run_ in rows] == [[1, 2, 3, 4, 5]] * len(layouts)
+    for one, four in [*zip(rows[0], rows[1]), *zip(rows[0], rows[2])]:
         assert KEYS <= one.keys() == four.keys()
         assert four["tokens"] == one["tokens"] == one["step"] * 8 * 16
         for key in ("loss", "grad_norm", "val_loss"):
@@ -86,6 +91,17 @@ BAD = [
     (["--cp=4", "--seq_len=12"], 4, ["seq_len=12", "2*cp = 2*4 = 8"]),
     (["--tp=4", "--seq_len=18"], 4, ["tp=4", "18"]),
     (["--tp=4", "--num_experts=8", "--ep=2", "--etp=4"], 4, ["etp*ep = 4*2 = 8", "4 ranks"]),
+    (["--pp=3"], 4, ["pp=3", "4 ranks", "set pp to 1, 2 or 4"]),
+    (["--pp=2", "--ep=4"], 4, ["etp*ep = 1*4 = 4", "2 ranks of a pipeline stage", "set ep to 1 or 2"]),
+    (["--pp=4", "--n_layer=3"], 4, ["pp*vpp = 4*1 = 4", "n_layer=3"]),
+    (["--pp=2", "--vpp=4", "--micro_batch=1"], 4, ["pp*vpp = 2*4 = 8", "n_layer=4"]),
+    (["--pp=2", "--pp_layout=1,1,2"], 4, ["pp_layout=1,1,2", "3 stages", "pp*vpp = 2*1 = 2"]),
+    (["--pp=2", "--pp_layout=1,2"], 4, ["pp_layout=1,2", "3 layers", "n_layer=4"]),
+    (["--pp=2", "--pp_layout=0,4"], 4, ["pp_layout", "'0,4'", "at least 1"]),
+    (["--vpp=2"], 4, ["vpp=2", "pp=1"]),
+    (["--pp=2", "--vpp=2"], 4, ["vpp=2", "pp=2", "has 1"]),
+    (["--pp=4", "--vpp=2", "--n_layer=8", "--micro_batch=1", "--global_batch=6"], 4, ["vpp=2", "pp=4", "has 6"]),
+    (["--pp=2", "--global_batch=5"], 4, ["global_batch=5", "dp*micro_batch = 2*1 = 2"]),
     (["--ep=3"], 4, ["etp*ep = 1*3 = 3", "4 ranks", "set ep to 1, 2 or 4"]),
     (["--ep=4", "--num_experts=6"], 4, ["ep=4", "num_experts=6"]),
     (["--top_k=9"], 1, ["top_k=9", "num_experts=8"]),
