@@ -18,7 +18,7 @@ def factorizations(n, parts):
 def layouts(world):
     """{name: knobs} of every layout of `world` ranks."""
     found = {}
-    for pp in (1,):
+    for pp in (1, 2, 4):    # the model below has four blocks
         for tp, cp, dp in factorizations(world // pp, 3):
             for etp, ep, edp in factorizations(world // pp, 3):
                 knobs = dict(pp=pp, tp=tp, cp=cp, ep=ep, etp=etp)
@@ -26,26 +26,52 @@ def layouts(world):
     return found
 
 
-def check(pool, tokens, chosen, world, batch, size=4, **more):
+def check(pool, tokens, chosen, world, batch, **more):
     """Runs layouts, all with accumulation 3, dropless, ragged sequences and pairs, and compares with one process."""
-    base = dict(data=tokens, global_batch=batch, **more)
+    base = dict(data=tokens, global_batch=batch, n_layer=4, **more)
     ref = pool.run(1, run_layouts, [dict(base, micro_batch=batch)], 1)[0][0]
-    names = list(chosen)
-    for at in range(0, len(names), size):
-        variants = [dict(base, micro_batch=batch // 3 // dp, **knobs) for knobs, dp in
-                    (chosen[name] for name in names[at:at + size])]
-        results = pool.run(world, run_layouts, variants, world)
-        for rank, found in enumerate(results):
-            for name, result in zip(names[at:], found):
-                assert_equals(ref, result, what=f"{name}, rank {rank}")
+    variants = [dict(base, micro_batch=batch // 3 // dp) | knobs for knobs, dp in chosen.values()]
+    for rank, found in enumerate(pool.run(world, run_layouts, variants, world, timeout=400)):
+        for name, result in zip(chosen, found):
+            assert_equals(ref, result, what=f"{name}, rank {rank}")
 
 
-FOUR = layouts(4)
+def some(found, at, step):
+    return dict(list(found.items())[at:at + step])
+
+
+FOUR, EIGHT = layouts(4), layouts(8)
+assert len(FOUR) == 46 and len(EIGHT) == 145
+STRIDE = 6      # of the layouts of eight ranks, every sixth runs here, all of them with -m full
+NAMED = ["pp2·tp2·cp2·ep4", "pp2·tp4·ep2·etp2", "cp4·ep8·dp2", "pp2·tp2·ep4·dp2"]
 
 
 @pytest.mark.parametrize("at", range(0, len(FOUR), 6))
 def test_every_layout_of_four_ranks(pool, tokens, at):
-    check(pool, tokens, dict(list(FOUR.items())[at:at + 6]), 4, 12, size=6)
+    check(pool, tokens, some(FOUR, at, 6), 4, 12)
+
+
+def test_named_layouts_of_eight_ranks(pool, tokens):
+    check(pool, tokens, {name: EIGHT[name] for name in NAMED}, 8, 24, n_head=8)
+
+
+def test_interleaved_layout_of_eight_ranks(pool, tokens):
+    """Four microbatches, because interleaving wants a multiple of pp."""
+    base = dict(data=tokens, global_batch=24, n_layer=8)
+    ref = pool.run(1, run_layout, dict(base, micro_batch=24), 1)[0]
+    for rank, found in enumerate(pool.run(8, run_layout, dict(base, micro_batch=3, pp=4, vpp=2, ep=2), 8)):
+        assert_equals(ref, found, what=f"rank {rank}")
+
+
+@pytest.mark.parametrize("at", range(0, len(EIGHT), 4 * STRIDE))
+def test_every_sixth_layout_of_eight_ranks(pool, tokens, at):
+    check(pool, tokens, dict(list(some(EIGHT, at, 4 * STRIDE).items())[::STRIDE]), 8, 24, n_head=8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", range(0, len(EIGHT), 6))
+def test_every_layout_of_eight_ranks(pool, tokens, at):
+    check(pool, tokens, some(EIGHT, at, 6), 8, 24, n_head=8)
 
 
 CROSSED = {
