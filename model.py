@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import linear, rms_norm
+from kernels import linear, rms_norm, use
 from moe import Batch, FeedForward, MoE
 from parallel import Rerun, Tape, together
 from settings import knob
@@ -157,6 +157,7 @@ class Model(nn.Module):
         """Coroutine. With labels: the sum of cross entropy over this rank's valid tokens, fp32. Without: the
         logits after each sequence's last token, [B, V], fp32."""
         B, S = batch.shape
+        use(self.cfg, batch.tokens_T.device)
         batch.rope = rope_table(torch.arange(S, device=batch.tokens_T.device), head_width(self.cfg),
                                 self.cfg.rope_theta)
         x_TD = F.embedding(batch.tokens_T.clamp_min(0), self.embedding)
