@@ -565,10 +565,10 @@ def _expert_rows(dy, x, x_ptr, row_ptr, slab, first, m, n, N, room, real, x_stri
 
 
 @jit
-def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sources, M, N, room, x_stride,
+def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sources, M, N, room, x_stride, dw_stride,
                    GATHER: tl.constexpr, PADDED: tl.constexpr, ACCUMULATE: tl.constexpr, BAND: tl.constexpr,
                    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
-    """gemm_experts: dw [L, M, N] contiguous. dy [slabs, room, M], x [slabs, room, N] or, gathered, [rows, N]."""
+    """gemm_experts: dw [L·M, N]. dy [slabs, room, M], x [slabs, room, N] or, gathered, [rows, N]."""
     rows, cols = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
     for t in range(tl.program_id(0), L * rows * cols, tl.num_programs(0)):
         expert = t // (rows * cols)
@@ -591,7 +591,7 @@ def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sou
                 real = (tl.arange(0, INNER) < count - whole)[:, None]
                 acc = tl.dot(tl.where(real, a, 0).T, tl.where(real, b, 0), acc, input_precision="ieee")
         mm, nn = m + tl.arange(0, ROWS), n + tl.arange(0, COLS)
-        out = dw_ptr + (expert.to(tl.int64) * M + mm)[:, None] * N + nn[None, :]
+        out = dw_ptr + (expert.to(tl.int64) * M + mm)[:, None] * dw_stride + nn[None, :]
         inside = (mm < M)[:, None] & (nn < N)[None, :]
         if ACCUMULATE:
             acc += tl.load(out, mask=inside, other=0)
@@ -745,6 +745,6 @@ def _triton_experts(dy_RF, x_RD, groups, row_R, into):
     experts_kernel[min(programs, work),](
         _slabs(dy_RF, groups, tile.inner, tile.rows), _rows_of(x_RD, groups, row_R, gather, tile.inner, tile.cols),
         x_RD, dw_LMN, row_R, groups.starts_G, groups.counts_G, L, len(groups.counts_G) // L, M, N,
-        groups.room or groups.rows, x_RD.stride(0), gather, bool(groups.room), into is not None, BAND, tile.rows,
+        groups.room or groups.rows, x_RD.stride(0), N, gather, bool(groups.room), into is not None, BAND, tile.rows,
         tile.cols, tile.inner, num_warps=tile.warps, num_stages=tile.stages)
     return dw_LMN
