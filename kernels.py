@@ -687,9 +687,16 @@ def _triton_swiglu_backward(dy_RF, h_R2F, p_R):
     return dh_R2F, dp_R
 
 
-def _gather_by(capability, row_R):
+def gather_by(capability, gathered):
     """How a kernel reads rows that lie anywhere: Hopper has no tensor descriptor that gathers."""
-    return "" if row_R is None else "descriptor" if capability >= 10 or INTERPRETED else "pointers"
+    return "" if not gathered else "descriptor" if capability >= 10 or INTERPRETED else "pointers"
+
+
+def specialized(capability, padded, gather):
+    """Whether rows_kernel has warps for loads, products and stores of their own, so that one tile's stores hide
+    behind the next one's loads. Only Blackwell's compiler does it, and registers suffice only without a gather
+    and without the second kind of store that packed groups need."""
+    return capability >= 10 and padded and gather == ""
 
 
 def _descriptor(x, *block):
@@ -718,16 +725,14 @@ def _triton_rows(x_RD, w_LDN, groups, row_R):
         return y_RN.zero_()
     capability, programs = _device_of(x_RD)
     tile = tile_for(capability, "rows", x_RD.dtype, groups.rows // len(groups.counts_G))
-    gather = _gather_by(capability, row_R)
+    gather = gather_by(capability, row_R is not None)
     table = groups.tiles(tile.rows)
     rows_kernel[min(programs, len(table) * triton.cdiv(N, tile.cols)),](
         _rows_of(x_RD, groups, row_R, gather, tile.rows, tile.inner),
         _descriptor(w, 1, *((tile.cols, tile.inner) if out_in else (tile.inner, tile.cols))),
         _slabs(y_RN, groups, tile.rows, tile.cols), x_RD, y_RN, table, row_R, len(table), N, K,
         groups.room or groups.rows, x_RD.stride(0), y_RN.stride(0), gather, out_in, bool(groups.room),
-        # Blackwell's compiler overlaps one tile's stores with the next one's loads by warp specialization, where
-        # registers suffice: without the two kinds of store that packed groups need, and without a gather.
-        capability >= 10 and bool(groups.room) and not gather, BAND, tile.rows, tile.cols, tile.inner,
+        specialized(capability, bool(groups.room), gather), BAND, tile.rows, tile.cols, tile.inner,
         num_warps=tile.warps, num_stages=tile.stages)
     return y_RN
 
@@ -740,7 +745,7 @@ def _triton_experts(dy_RF, x_RD, groups, row_R, into):
         return dw_LMN if into is not None else dw_LMN.zero_()
     capability, programs = _device_of(x_RD)
     tile = tile_for(capability, "experts", x_RD.dtype, groups.rows // len(groups.counts_G))
-    gather = _gather_by(capability, row_R)
+    gather = gather_by(capability, row_R is not None)
     work = L * triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols)
     experts_kernel[min(programs, work),](
         _slabs(dy_RF, groups, tile.inner, tile.rows), _rows_of(x_RD, groups, row_R, gather, tile.inner, tile.cols),

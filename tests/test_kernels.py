@@ -64,19 +64,17 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 # Rows of each of four experts; an interpreted tile has 16 rows.
 COUNTS = {"uneven, some empty": [5, 0, 21, 16], "one huge": [0, 0, 83, 0], "none": [0, 0, 0, 0], "one row": [0, 1, 0, 0],
           "whole tiles": [16, 32, 0, 16], "one off": [15, 17, 33, 1]}
-# Rows of each (source rank, expert), with room for 20 or 16
+# Rows of each (source rank, expert), with room for 20 or 32.
 COUNTS_WL = [[[20, 0, 3], [16, 20, 0]], [[0, 0, 0], [0, 0, 0]], [[1, 2, 20], [0, 0, 17], [20, 20, 20]]]
 
 
 def layouts():
     import kernels
-    for name, counts in COUNTS.items():
-        for spare in (0, 7):
-            ends_L = torch.tensor(counts).cumsum(0).to(torch.int32)
-            yield f"{name}, {spare} spare", kernels.Groups.packed(ends_L, sum(counts) + spare)
-    for counts in COUNTS_WL:
-        for room in (20, 32):
-            yield f"{counts} of {room}", kernels.Groups.padded(torch.tensor(counts), room)
+    for spare, (name, counts) in enumerate(COUNTS.items()):
+        ends_L = torch.tensor(counts).cumsum(0).to(torch.int32)
+        yield f"{name}, {spare} spare", kernels.Groups.packed(ends_L, sum(counts) + spare)
+    for counts, room in zip(COUNTS_WL, (20, 32, 20)):
+        yield f"{counts} of {room}", kernels.Groups.padded(torch.tensor(counts), room)
     # as nothing in the trainer has it: gaps between the groups, two groups an expert
     yield "gaps", kernels.Groups(torch.tensor([3, 40, 22, 80]), torch.tensor([17, 33, 0, 5]), rows=90, experts=2)
 
@@ -167,7 +165,7 @@ def assert_products(groups, dtype, D, N, gathered, what):
 def test_three_products_of_every_layout(dtype, gather):
     import kernels
     D, N = (20, 36) if dtype == torch.float32 else (24, 40)     # no multiples of a tile
-    with replaced(kernels, "_gather_by", lambda capability, row_R: gather):
+    with replaced(kernels, "gather_by", lambda capability, gathered: gather if gathered else ""):
         for what, groups in layouts():
             assert_products(groups, dtype, D, N, bool(gather), what)
 
@@ -297,7 +295,7 @@ def test_row_offsets_are_64_bit():
     groups = kernels.Groups.packed(torch.tensor([R], dtype=torch.int32), R)
     w, reverse = torch.randn(1, 32, 16).half(), torch.arange(R).flip(0)
     for gather, rows in (("", None), ("pointers", reverse)):
-        with replaced(kernels, "_gather_by", lambda capability, row_R: gather):
+        with replaced(kernels, "gather_by", lambda *_: gather):
             near = kernels.gemm_rows(small[:, :16].contiguous(), w.transpose(1, 2), groups, rows)
         tile = kernels.TEST
         kernels.rows_kernel[1,](
@@ -311,7 +309,7 @@ def test_row_offsets_are_64_bit():
     dw, dy = far_apart(R, 32), torch.randn(R, 8).half()
     near = kernels.gemm_experts(dy, small, groups, reverse)[:, 0]
     tile = kernels.TEST
-    with replaced(kernels, "_gather_by", lambda capability, row_R: "pointers"):
+    with replaced(kernels, "gather_by", lambda *_: "pointers"):
         kernels.experts_kernel[1,](
             kernels._descriptor(dy[None], 1, tile.inner, tile.rows), None, h, dw, reverse, groups.starts_G,
             groups.counts_G, R, 1, 1, 32, R, step, step, "pointers", False, False, 8, tile.rows, tile.cols, tile.inner)
