@@ -413,21 +413,25 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_RF):
-        h_R2F, p_R = ctx.saved_tensors
-        if backend.triton:
-            return _triton_swiglu_backward(dy_RF.contiguous(), h_R2F, p_R)
-        dh_R2F = torch.empty_like(h_R2F)
-        dp_R = None if p_R is None else torch.empty_like(p_R)
-        for h, p, dy, dh, dp in _row_blocks(h_R2F, p_R, dy_RF, dh_R2F, dp_R):
-            gate, up = h.chunk(2, 1)
-            dgate, dup = dh.chunk(2, 1)
-            act = F.silu(gate)
-            if p is not None:
-                dp.copy_(torch.linalg.vecdot(dy, act * up))
-                dy = dy * p[:, None].to(dy.dtype)
-            torch.mul(dy, act, out=dup)
-            torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
-        return dh_R2F, dp_R
+        return swiglu_backward(dy_RF, *ctx.saved_tensors)
+
+
+def swiglu_backward(dy_RF, h_R2F, p_R):
+    """The gradients of `swiglu` with respect to h and p."""
+    if backend.triton:
+        return _triton_swiglu_backward(dy_RF.contiguous(), h_R2F, p_R)
+    dh_R2F = torch.empty_like(h_R2F)
+    dp_R = None if p_R is None else torch.empty_like(p_R)
+    for h, p, dy, dh, dp in _row_blocks(h_R2F, p_R, dy_RF, dh_R2F, dp_R):
+        gate, up = h.chunk(2, 1)
+        dgate, dup = dh.chunk(2, 1)
+        act = F.silu(gate)
+        if p is not None:
+            dp.copy_(torch.linalg.vecdot(dy, act * up))
+            dy = dy * p[:, None].to(dy.dtype)
+        torch.mul(dy, act, out=dup)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
+    return dh_R2F, dp_R
 
 
 def swiglu(h_R2F, p_R=None):

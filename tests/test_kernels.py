@@ -5,13 +5,20 @@ of their own, started with TRITON_INTERPRET=1. (bf16 means nothing in the interp
 """
 
 import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import harness
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_equals, poisoned, replaced
+from settings import load
 
+ROOT = Path(__file__).resolve().parent.parent
 pool = None
 
 
@@ -325,20 +332,91 @@ def runs(knobs, world, wide):
     import kernels
     results = []
     for gemm in ("torch", "triton"):
-        with replaced(dispatch, "WIDE", wide), replaced(kernels, "grouped_mm", kernels.grouped_mm if gemm == "torch" else None):
+        with replaced(dispatch, "WIDE", wide), replaced(kernels, "TEST", kernels.Tile(64, 64, 64, 4, 2)), \
+                replaced(kernels, "grouped_mm", kernels.grouped_mm if gemm == "torch" else None):
             results.append(harness.run_layout(dict(knobs, gemm=gemm), world, steps=2))
         assert kernels.backend.triton == (gemm == "triton")
     kernels.backend.triton = False
     return results
 
 
-@pytest.mark.parametrize("world, more", [
-    (1, dict(capacity_factor=0.0)), (1, dict(capacity_factor=1.25)), (4, dict(capacity_factor=1.0, micro_batch=1)),
-    (2, dict(capacity_factor=0.0, recompute=("moe",)))], ids=["dropless", "capacity", "capacity ep 4", "dropless ep 2"])
-@pytest.mark.parametrize("wide", [1, 10**9], ids=["as they lie", "compact"])
-def test_training_equals_the_torch_back_end(tokens, world, more, wide):
-    if wide == 1 and not more["capacity_factor"]:
-        wide = 2    # dropless has no capacity to lie in: the threshold must not matter
-    knobs = dict(data=tokens, n_layer=2, global_batch=4, seq_len=16, ep=world, **{"micro_batch": 2, **more})
+@pytest.mark.parametrize("world, wide, knobs", [
+    (1, 256, dict(capacity_factor=0.0)),
+    (1, 1, dict(capacity_factor=1.25)),
+    (4, 1, dict(capacity_factor=1.0, micro_batch=1)),
+    (2, 256, dict(capacity_factor=1.0, recompute=("moe",))),
+], ids=["dropless", "capacity", "capacity as received, ep 4", "capacity compact, ep 2, recompute"])
+def test_training_equals_the_torch_back_end(tokens, world, wide, knobs):
+    knobs = dict(data=tokens, n_layer=2, global_batch=4, ep=world, **{"micro_batch": 2, **knobs})
     for torchs, tritons in pool.run(world, runs, knobs, world, wide):
         assert_equals(torchs, tritons)
+
+
+# ---- what cannot run says so ----
+
+
+@pytest.mark.parametrize("args, change, words", [
+    ([], {}, ["gemm=triton needs a GPU", "cpu", "gemm=torch"]),
+    ([], dict(triton=None), ["gemm=triton", "not installed", "gemm=torch"]),
+    (["--d_expert=18"], dict(INTERPRETED=True), ["d_expert=18", "multiple of 4", "gemm=torch"]),
+    (["--d_model=36", "--n_head=2", "--precision=bf16"], dict(INTERPRETED=True), ["d_model=36", "multiple of 8"]),
+    (["--comm_sms=-1"], dict(INTERPRETED=True), ["comm_sms", "at least 0", "-1"]),
+], ids=["no GPU", "no triton", "odd width", "odd width in bf16", "negative comm_sms"])
+def test_a_back_end_that_cannot_run_is_one_line_and_exit_2(tokens, args, change, words, capsys, monkeypatch):
+    import kernels
+    import train
+    for name, value in change.items():
+        monkeypatch.setattr(kernels, name, value)
+    with pytest.raises(SystemExit) as exit:
+        load(train.Config, [f"--data={tokens}", "--seq_len=16", "--device=cpu", "--gemm=triton", *args],
+             lambda cfg: train.check(cfg, 1))
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and len(lines) == 1 and all(word in lines[0] for word in words), lines
+
+
+def test_trains_where_triton_is_not_installed(tmp_path, tokens):
+    """The import alone must not need it."""
+    code = ("import sys; sys.modules['triton'] = None; import kernels, train; assert kernels.triton is None; "
+            f"train.main(['--data={tokens}', '--n_layer=1', '--d_model=16', '--n_head=2', '--d_expert=8', "
+            "'--seq_len=16', '--global_batch=2', '--max_steps=1', '--eval_steps=0', '--out_dir=out', '--device=cpu'])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and "step 1/1" in done.stdout, done.stderr
+
+
+# ---- python bench.py kernels ----
+
+
+def test_bench_kernels_on_a_cpu(tmp_path, capsys, monkeypatch):
+    import bench
+    import kernels
+    monkeypatch.setattr(bench, "MODELS", {"Tiny": (128, 64, 32, 16)})
+    bench.main(["kernels", "--check", "--rows=8", "--device=cpu", f"--json={tmp_path}/k.json"])
+    text = capsys.readouterr().out
+    for word in ("the torch back-end", "no GPU", "full shapes need a GPU", "Tiny D=16 F=8 experts=2 ranks=2 rows=8",
+                 "weight gradient", "as received", "expert-major", "gathered on load", "SwiGLU backward", "loop",
+                 "every product agrees"):
+        assert word in text, word
+    written = json.loads((tmp_path / "k.json").read_text())
+    assert written["backend"] == "the torch back-end" and written["device"].startswith("CPU")
+    products = [line for line in written["results"] if "tflops" in line]
+    assert len(products) == 8 and all(line["tflops"] > 0 < line["loop_tflops"] for line in products)
+
+    # a wrong product is found, and named
+    plain = kernels.gemm_experts
+    monkeypatch.setattr(kernels, "gemm_experts", lambda *args: plain(*args) * 1.01)
+    with pytest.raises(SystemExit) as exit:
+        bench.main(["kernels", "--check", "--rows=8", "--device=cpu"])
+    text = capsys.readouterr().out
+    assert exit.value.code == 1 and "weight gradient, as received, expert 1" in text and "forward, " not in text
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["kernels", "--tune", "--device=cpu"], ["tune=true", "GPU"]), (["kernels", "--json=no/where.json"], ["no/where.json"]),
+    (["kernel"], ["usage", "kernels"]), ([], ["usage", "kernels"])], ids=str)
+def test_bench_refuses_in_one_line(argv, words, capsys):
+    import bench
+    with pytest.raises(SystemExit) as exit:
+        bench.main(argv)
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and len(lines) == 1 and all(word in lines[0] for word in words), lines
