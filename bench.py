@@ -1,8 +1,8 @@
 """Measure side by side.
 
-    python bench.py kernels                           the grouped GEMMs, gathers and SwiGLU beside what they replace
-    python bench.py kernels --check --json=k.json     correctness first, on the device at hand; all figures to a file
-    python bench.py kernels --tune                    on a GPU: times other tiles, proposes entries for kernels.TILES
+    python bench.py kernels                          grouped GEMMs, gathers and SwiGLU beside what they replace
+    python bench.py kernels --check --json=k.json    correctness first, on the device at hand; figures to a file
+    python bench.py kernels --tune                   on a GPU: times other tiles, proposes entries of kernels.TILES
 
 A figure is a median of repeated runs on an idle machine and names its device. On a CPU the torch back-end runs, at
 a fraction of the rows and widths: that shows that the table works, not what a GPU would do.
@@ -48,7 +48,9 @@ def seconds(run, device, repeat=10):
 
 
 def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -66,7 +68,8 @@ class KernelsConfig:
 
 
 # name: width D, expert width F, experts, expert-parallel ranks they are spread over
-MODELS = {"DeepSeek-V3": (7168, 2048, 256, 64), "Qwen3-235B": (4096, 1536, 128, 32), "Qwen3-30B": (2048, 768, 128, 8)}
+MODELS = {"DeepSeek-V3": (7168, 2048, 256, 64), "Qwen3-235B": (4096, 1536, 128, 32),
+          "Qwen3-30B": (2048, 768, 128, 8)}
 CPU_SCALE = 8       # on a CPU widths and ranks are an eighth, and rows at most 64
 
 
@@ -104,8 +107,8 @@ def kernels_command(argv):
             else:
                 results += shape.measure()
     if cfg.json:
-        Path(cfg.json).write_text(json.dumps(dict(device=device_name(device), backend=who, dtype=str(dtype)[6:],
-                                                  date=time.strftime("%Y-%m-%d"), results=results), indent=1) + "\n")
+        about = dict(device=device_name(device), backend=who, dtype=str(dtype)[6:], date=time.strftime("%Y-%m-%d"))
+        Path(cfg.json).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     if cfg.check:
         print("\n".join(["check FAILED:", *failed]) if failed else "check: every product agrees with float64")
     if failed:
@@ -153,8 +156,10 @@ class Shape:
         x, dh, ends_L = self.x_QD[:self.kept], self.dh[:self.kept], self.packed.ends_L
         flat = self.w1[0]
         # what the same FLOPs cost as one matmul, and in torch's own grouped product or a loop over the experts
-        dense = {"forward": lambda: x @ flat.t(), "data gradient": lambda: dh @ flat, "weight gradient": lambda: dh.t() @ x}
-        args = {"forward": (x, self.w1.transpose(1, 2)), "data gradient": (dh, self.w1), "weight gradient": (dh.t(), x)}
+        dense = {"forward": lambda: x @ flat.t(), "data gradient": lambda: dh @ flat,
+                 "weight gradient": lambda: dh.t() @ x}
+        args = {"forward": (x, self.w1.transpose(1, 2)), "data gradient": (dh, self.w1),
+                "weight gradient": (dh.t(), x)}
         print(f"  {'':17} {'TFLOPS':18} {'':>8} {'dense':>8} {'of dense':>9} {'grouped_mm':>11} {'loop':>8}")
         for what in dense:
             one = flops / timed(dense[what]) / 1e12
@@ -164,7 +169,8 @@ class Shape:
                 if row_R is not None and what == "data gradient":
                     continue
                 ours = flops / timed(self.products(groups, row_R)[what]) / 1e12
-                print(f"  {what:17} {layout:18} {ours:8.3f} {one:8.3f} {ours / one:9.0%} {torchs:11.3f} {loop:8.3f}")
+                print(f"  {what:17} {layout:18} {ours:8.3f} {one:8.3f} {ours / one:9.0%} {torchs:11.3f} "
+                      f"{loop:8.3f}")
                 lines.append(dict(shape=self.name, kernel=what, layout=layout, tflops=ours, dense_tflops=one,
                                   grouped_mm_tflops=torchs, loop_tflops=loop))
         target = torch.empty_like(self.x_QD)
@@ -199,7 +205,8 @@ class Shape:
                                           ("weight gradient", dw[expert], dh.t() @ x)):
                     error = ((ours - plain).abs().max() / plain.abs().max()).item()
                     if not error <= limit:
-                        bad.append(f"  {self.name}: {what}, {layout}, expert {expert}: error {error:.1e} of the largest")
+                        bad.append(f"  {self.name}: {what}, {layout}, expert {expert}: off by {error:.1e} of the "
+                                   f"largest value")
         return bad
 
     def tune(self):
@@ -217,7 +224,7 @@ class Shape:
                 except kernels.triton.runtime.errors.OutOfResources:
                     continue
             best = min(times, key=times.get)
-            print(f"  ({min(major, 10)}, {product!r}): {best}   {times[best] * 1e3:.3f} ms, at {self.C} rows a group")
+            print(f"  ({min(major, 10)}, {product!r}): {best}   {times[best] * 1e3:.3f} ms at {self.C} rows")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ def check(cfg, device):
         if triton is None:
             problems.append("gemm=triton, but triton is not installed: install it, or set gemm=torch")
         elif device.type == "cpu" and not INTERPRETED:
-            problems.append("gemm=triton needs a GPU, and the device is cpu: set gemm=torch or auto (to test kernels "
-                            "without a GPU: TRITON_INTERPRET=1)")
+            problems.append("gemm=triton needs a GPU, and the device is cpu: set gemm=torch or auto (or, to test "
+                            "kernels slowly, TRITON_INTERPRET=1 in the environment)")
         elif device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
             problems.append(f"gemm=triton needs a GPU from sm_90 on, not {torch.cuda.get_device_name(device)}: "
                             f"set gemm=torch or auto")
@@ -569,8 +569,8 @@ def _expert_rows(dy, x, x_ptr, row_ptr, slab, first, m, n, N, room, real, x_stri
 
 
 @jit
-def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sources, M, N, room, x_stride, dw_stride,
-                   GATHER: tl.constexpr, PADDED: tl.constexpr, ACCUMULATE: tl.constexpr, BAND: tl.constexpr,
+def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sources, M, N, room, x_stride,
+                   dw_stride, GATHER: tl.constexpr, PADDED: tl.constexpr, ACCUMULATE: tl.constexpr, BAND: tl.constexpr,
                    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
     """gemm_experts: dw [L·M, N]. dy [slabs, room, M], x [slabs, room, N] or, gathered, [rows, N]."""
     rows, cols = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
@@ -754,6 +754,6 @@ def _triton_experts(dy_RF, x_RD, groups, row_R, into):
     experts_kernel[min(programs, work),](
         _slabs(dy_RF, groups, tile.inner, tile.rows), _rows_of(x_RD, groups, row_R, gather, tile.inner, tile.cols),
         x_RD, dw_LMN, row_R, groups.starts_G, groups.counts_G, L, len(groups.counts_G) // L, M, N,
-        groups.room or groups.rows, x_RD.stride(0), N, gather, bool(groups.room), into is not None, BAND, tile.rows,
-        tile.cols, tile.inner, num_warps=tile.warps, num_stages=tile.stages)
+        groups.room or groups.rows, x_RD.stride(0), N, gather, bool(groups.room), into is not None, BAND,
+        tile.rows, tile.cols, tile.inner, num_warps=tile.warps, num_stages=tile.stages)
     return dw_LMN

@@ -30,7 +30,8 @@ def compiled(kernel, sm, args, warps=4, stages=3):
     source = ASTSource(fn=kernel, signature=types,
                        constexprs={name: a for name, a in args.items() if types[name] == "constexpr"},
                        attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
-    result = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps, num_stages=stages))
+    result = triton.compile(source, target=GPUTarget("cuda", sm, 32),
+                            options=dict(num_warps=warps, num_stages=stages))
     return SimpleNamespace(ptx=result.asm["ptx"], shared=result.metadata.shared, **resources(result.asm["cubin"]))
 
 
@@ -39,9 +40,9 @@ def resources(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout))
-    assert found.keys() == {"REG", "STACK", "LOCAL"}, text.stdout
+        text = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    assert found.keys() == {"REG", "STACK", "LOCAL"}, text
     return {name.lower(): int(value) for name, value in found.items()}
 
 
@@ -61,11 +62,12 @@ def rows_args(dtype, sm, tile, gather, out_in, padded):
     desc = lambda *block: f"tensordesc<{dtype}[{', '.join(map(str, block))}]>"
     return dict(
         x=desc(1, tile.inner) if gather else desc(1, tile.rows, tile.inner),
-        w=desc(1, tile.cols, tile.inner) if out_in else desc(1, tile.inner, tile.cols), y=desc(1, tile.rows, tile.cols),
-        x_ptr=f"*{dtype}", y_ptr=f"*{dtype}", tiles_ptr="*i32", row_ptr="*i64" if gather else None, row_tiles="i32",
-        N="i32", K="i32", room="i32", x_stride="i32", y_stride="i32", GATHER=gather, OUT_IN=out_in, PADDED=padded,
-        SPECIALIZE=kernels.specialized(sm // 10, padded, gather), BAND=kernels.BAND, ROWS=tile.rows, COLS=tile.cols,
-        INNER=tile.inner)
+        w=desc(1, tile.cols, tile.inner) if out_in else desc(1, tile.inner, tile.cols),
+        y=desc(1, tile.rows, tile.cols), x_ptr=f"*{dtype}", y_ptr=f"*{dtype}", tiles_ptr="*i32",
+        row_ptr="*i64" if gather else None, row_tiles="i32", N="i32", K="i32", room="i32", x_stride="i32",
+        y_stride="i32", GATHER=gather, OUT_IN=out_in, PADDED=padded,
+        SPECIALIZE=kernels.specialized(sm // 10, padded, gather), BAND=kernels.BAND, ROWS=tile.rows,
+        COLS=tile.cols, INNER=tile.inner)
 
 
 def experts_args(dtype, tile, gather, padded, accumulate):
@@ -94,9 +96,9 @@ def test_forward_and_data_gradient(sm, gathered):
             continue    # only the first product of a forward pass gathers
         for dtype in ("bf16", "fp16")[:1 + (padded and out_in and not gathered)]:
             gather = gathers(sm)[gathered]
-            code = compiled(kernels.rows_kernel, sm, rows_args(dtype, sm, tile, gather, out_in, padded), tile.warps,
-                            tile.stages)
-            assert_computes(code, sm, f"rows {dtype} {tile} {gather or 'as they lie'} padded={padded} out_in={out_in}")
+            args = rows_args(dtype, sm, tile, gather, out_in, padded)
+            code = compiled(kernels.rows_kernel, sm, args, tile.warps, tile.stages)
+            assert_computes(code, sm, f"rows {dtype} {tile} {gather} padded={padded} out_in={out_in}")
             assert_fits(code)
             loads = re.findall(r"cp\.async\.bulk\.tensor\.\S*global\S*", code.ptx)
             assert any("tile::gather4" in load for load in loads) == (gather == "descriptor")
@@ -108,9 +110,9 @@ def test_forward_and_data_gradient(sm, gathered):
 def test_weight_gradient(sm, gathered):
     for tile, padded, accumulate in itertools.product(tiles(sm, "experts"), (False, True), (False, True)):
         gather = gathers(sm)[gathered]
-        code = compiled(kernels.experts_kernel, sm, experts_args("bf16", tile, gather, padded, accumulate), tile.warps,
-                        tile.stages)
-        assert_computes(code, sm, f"experts {tile} {gather or 'as they lie'} padded={padded} accumulate={accumulate}")
+        args = experts_args("bf16", tile, gather, padded, accumulate)
+        code = compiled(kernels.experts_kernel, sm, args, tile.warps, tile.stages)
+        assert_computes(code, sm, f"experts {tile} {gather} padded={padded} accumulate={accumulate}")
         assert_fits(code)
 
 
@@ -119,10 +121,10 @@ def test_exact_products_of_fp32(sm):
     tile = kernels.EXACT
     for padded in (False, True):
         for out_in in (False, True):
-            assert_fits(compiled(kernels.rows_kernel, sm, rows_args("fp32", sm, tile, "", out_in, padded), tile.warps,
-                                 tile.stages))
-        assert_fits(compiled(kernels.experts_kernel, sm, experts_args("fp32", tile, "", padded, True), tile.warps,
-                             tile.stages))
+            args = rows_args("fp32", sm, tile, "", out_in, padded)
+            assert_fits(compiled(kernels.rows_kernel, sm, args, tile.warps, tile.stages))
+        args = experts_args("fp32", tile, "", padded, True)
+        assert_fits(compiled(kernels.experts_kernel, sm, args, tile.warps, tile.stages))
 
 
 @pytest.mark.parametrize("sm", [SM_90, SM_100, SM_103])
@@ -139,8 +141,8 @@ def test_gathers_and_swiglu_move_16_bytes_at_once(sm, dtype):
         code = compiled(kernel, sm, {arg: kinds[arg] for arg in kernel.arg_names})
         print(f"sm_{sm} {name} {dtype}: {code.reg} registers, {code.shared} bytes shared")
         assert_fits(code)
-        bulk = lambda kind: [line for line in re.findall(kind + r"\.global[\w.:]*", code.ptx)]
-        wide = [line for line in bulk("ld") if ".v4.b32" in line], [line for line in bulk("st") if ".v4.b32" in line]
-        assert all(wide), (name, bulk("ld"), bulk("st"))
-        # rows of x, h and y move in no smaller pieces (an index is 8 bytes, a router weight 4)
-        assert not any(re.search(r"\.v2\.b32|\.b16|\.v\d\.b16", line) for line in bulk("ld") + bulk("st")), name
+        loads, stores = (re.findall(kind + r"\.global[\w.:]*", code.ptx) for kind in ("ld", "st"))
+        for moves in (loads, stores):
+            assert any(".v4.b32" in move for move in moves), (name, moves)
+            # rows of x, h and y move in no smaller pieces (an index has 8 bytes, a router weight 4)
+            assert not any(re.search(r"\.v2\.b32|\.b16", move) for move in moves), (name, moves)

@@ -1,4 +1,4 @@
-"""The Triton kernels, run as Python by Triton's interpreter, against loops in float64 and against the torch back-end.
+"""The Triton kernels, run as Python by Triton's interpreter, against loops in float64 and the torch back-end.
 
 Whether a kernel is compiled or interpreted is decided when kernels.py is imported, so these tests run in processes
 of their own, started with TRITON_INTERPRET=1. (bf16 means nothing in the interpreter.)
@@ -69,8 +69,8 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 # ---- grouped GEMM ----
 
 # Rows of each of four experts; an interpreted tile has 16 rows.
-COUNTS = {"uneven, some empty": [5, 0, 21, 16], "one huge": [0, 0, 83, 0], "none": [0, 0, 0, 0], "one row": [0, 1, 0, 0],
-          "whole tiles": [16, 32, 0, 16], "one off": [15, 17, 33, 1]}
+COUNTS = {"uneven, some empty": [5, 0, 21, 16], "one huge": [0, 0, 83, 0], "none": [0, 0, 0, 0],
+          "one row": [0, 1, 0, 0], "whole tiles": [16, 32, 0, 16], "one off": [15, 17, 33, 1]}
 # Rows of each (source rank, expert), with room for 20 or 32.
 COUNTS_WL = [[[20, 0, 3], [16, 20, 0]], [[0, 0, 0], [0, 0, 0]], [[1, 2, 20], [0, 0, 17], [20, 20, 20]]]
 
@@ -182,10 +182,10 @@ def test_tiles_of_the_real_table():
     import kernels
     tile = kernels.TILES[9, "rows"][0][1]
     with replaced(kernels, "TEST", tile):
-        ends_L = torch.tensor([130, 130, 137]).to(torch.int32)
-        assert_products(kernels.Groups.packed(ends_L, 140), torch.float32, 68, 260, False, "packed")
-        assert_products(kernels.Groups.padded(torch.tensor([[130, 0], [7, 129]]), 130), torch.float32, 68, 260, False,
-                        "padded")
+        packed = kernels.Groups.packed(torch.tensor([130, 130, 137]).to(torch.int32), 140)
+        padded = kernels.Groups.padded(torch.tensor([[130, 0], [7, 129]]), 130)
+        assert_products(packed, torch.float32, 68, 260, False, "packed")
+        assert_products(padded, torch.float32, 68, 260, False, "padded")
 
 
 @interpreted
@@ -304,10 +304,10 @@ def test_row_offsets_are_64_bit():
     for gather, rows in (("", None), ("pointers", reverse)):
         with replaced(kernels, "gather_by", lambda *_: gather):
             near = kernels.gemm_rows(small[:, :16].contiguous(), w.transpose(1, 2), groups, rows)
-        tile = kernels.TEST
+        tile, desc = kernels.TEST, kernels._descriptor
         kernels.rows_kernel[1,](
-            kernels._descriptor(x[None], 1, tile.rows, tile.inner), kernels._descriptor(w, 1, tile.cols, tile.inner),
-            kernels._descriptor(y[None], 1, tile.rows, tile.cols), x, y, groups.tiles(tile.rows), rows, 1, 32, 16, R,
+            desc(x[None], 1, tile.rows, tile.inner), desc(w, 1, tile.cols, tile.inner),
+            desc(y[None], 1, tile.rows, tile.cols), x, y, groups.tiles(tile.rows), rows, 1, 32, 16, R,
             step, step, gather, True, False, False, 8, tile.rows, tile.cols, tile.inner)
         assert torch.equal(y.clone(), near), gather
 
@@ -319,7 +319,8 @@ def test_row_offsets_are_64_bit():
     with replaced(kernels, "gather_by", lambda *_: "pointers"):
         kernels.experts_kernel[1,](
             kernels._descriptor(dy[None], 1, tile.inner, tile.rows), None, h, dw, reverse, groups.starts_G,
-            groups.counts_G, R, 1, 1, 32, R, step, step, "pointers", False, False, 8, tile.rows, tile.cols, tile.inner)
+            groups.counts_G, R, 1, 1, 32, R, step, step, "pointers", False, False, 8, tile.rows, tile.cols,
+            tile.inner)
     assert torch.equal(dw.clone(), near)
 
 
@@ -378,7 +379,7 @@ def test_trains_where_triton_is_not_installed(tmp_path, tokens):
     """The import alone must not need it."""
     code = ("import sys; sys.modules['triton'] = None; import kernels, train; assert kernels.triton is None; "
             f"train.main(['--data={tokens}', '--n_layer=1', '--d_model=16', '--n_head=2', '--d_expert=8', "
-            "'--seq_len=16', '--global_batch=2', '--max_steps=1', '--eval_steps=0', '--out_dir=out', '--device=cpu'])")
+            "'--seq_len=16', '--global_batch=2', '--max_steps=1', '--eval_steps=0', '--device=cpu'])")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and "step 1/1" in done.stdout, done.stderr
@@ -393,8 +394,8 @@ def test_bench_kernels_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "MODELS", {"Tiny": (128, 64, 32, 16)})
     bench.main(["kernels", "--check", "--rows=8", "--device=cpu", f"--json={tmp_path}/k.json"])
     text = capsys.readouterr().out
-    for word in ("the torch back-end", "no GPU", "full shapes need a GPU", "Tiny D=16 F=8 experts=2 ranks=2 rows=8",
-                 "weight gradient", "as received", "expert-major", "gathered on load", "SwiGLU backward", "loop",
+    for word in ("the torch back-end", "no GPU", "full shapes need a GPU",
+                 "Tiny D=16 F=8 experts=2 ranks=2 rows=8", "weight gradient", "as received", "expert-major", "gathered on load", "SwiGLU backward", "loop",
                  "every product agrees"):
         assert word in text, word
     written = json.loads((tmp_path / "k.json").read_text())
@@ -412,8 +413,8 @@ def test_bench_kernels_on_a_cpu(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["kernels", "--tune", "--device=cpu"], ["tune=true", "GPU"]), (["kernels", "--json=no/where.json"], ["no/where.json"]),
-    (["kernel"], ["usage", "kernels"]), ([], ["usage", "kernels"])], ids=str)
+    (["kernels", "--tune", "--device=cpu"], ["tune=true", "GPU"]),
+    (["kernels", "--json=no/where.json"], ["no/where.json"]), (["kernel"], ["usage", "kernels"]), ([], ["usage", "kernels"])], ids=str)
 def test_bench_refuses_in_one_line(argv, words, capsys):
     import bench
     with pytest.raises(SystemExit) as exit:
