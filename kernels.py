@@ -471,7 +471,7 @@ TILES = {
     (10, "rows"): ((96, Tile(128, 256, 64, 8, 3)), (0, Tile(64, 128, 64, 4, 4))),
     (10, "experts"): ((0, Tile(128, 128, 64, 8, 4)),),      # twice the columns would spill where it accumulates
 }
-EXACT = Tile(64, 64, 32, 4, 2)
+EXACT = Tile(64, 64, 32, 8, 2)
 TEST = Tile(16, 32, 16, 4, 2)   # for the interpreter: small enough that small matrices have several
 BAND = 8                        # row tiles that share the weight's tiles while these are in the cache
 
@@ -699,9 +699,10 @@ def gather_by(capability, gathered):
 
 def specialized(capability, padded, gather):
     """Whether rows_kernel has warps for loads, products and stores of their own, so that one tile's stores hide
-    behind the next one's loads. Only Blackwell's compiler does it, and registers suffice only without a gather
-    and without the second kind of store that packed groups need."""
-    return capability >= 10 and padded and gather == ""
+    behind the next one's loads. The compiler does it for Blackwell (3.9 does, 3.6 fails), and registers suffice
+    only without a gather and without the second kind of store that packed groups need."""
+    recent = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return recent and capability >= 10 and padded and gather == ""
 
 
 def _descriptor(x, *block):

@@ -26,7 +26,7 @@ def compiled(kernel, sm, args, warps=4, stages=3):
     assert list(args) == kernel.arg_names
     # what a launch would tell the compiler: buffers are aligned, and strides and widths are multiples of 16
     aligned = [i for i, (name, kind) in enumerate(types.items())
-               if kind[0] == "*" or name in ("N", "K", "M", "D", "F", "room") or name.endswith("_stride")]
+               if kind[0] == "*" or kind == "i32" and (name in "NKMDF" or name.endswith("_stride"))]
     source = ASTSource(fn=kernel, signature=types,
                        constexprs={name: a for name, a in args.items() if types[name] == "constexpr"},
                        attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
