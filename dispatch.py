@@ -24,8 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import clock, permute, unpermute
+from kernels import Groups, backend, clock, permute, unpermute
 from settings import knob
+
+
+# A kernel computes whole tiles of rows. Where the capacity of a segment is at least this, the tiles it does not
+# fill cost less than moving all rows together first.
+WIDE = 256
 
 
 @dataclass
@@ -65,7 +70,9 @@ class Plan:
     choice_S    its inverse: the flat assignment t·K + k in each slot, -1 if the slot is empty (known in
                 dropless mode once sizes have travelled)
     counts_E    assignments per expert before drops; kept_E after
-    row_R, place_Q, ends_L   received row ↔ expert-major row and the experts' ends, once rows have arrived
+    row_R, place_Q           received row ↔ expert-major row, once rows have arrived
+    groups                   which of these rows are whose. Where experts take received rows as they lie, the maps
+                             are None and R is Q
     """
 
     def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp):
@@ -73,7 +80,7 @@ class Plan:
         self.num_experts, self.device = num_experts, experts_TK.device
         self.num_local = num_experts // ep.size
         # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
-        self.send = self.recv = self.share = self.row_R = None
+        self.send = self.recv = self.share = self.groups = None
         T, K = experts_TK.shape
 
         # Assignments sorted by expert; within one, first the ones to keep. Not-routed ones sort last.
@@ -174,7 +181,7 @@ class Plan:
 
     def _arrived(self, weights_Q):
         """Capacity mode learns the sizes from the rows themselves."""
-        if self.row_R is None:
+        if self.groups is None:
             # not "weights >= 0": a NaN is a row too, and must reach the loss
             filled_Q = (weights_Q < 0).logical_not()
             self._arrange(filled_Q.view(-1, self.num_local, self.capacity).sum(2))
@@ -182,6 +189,10 @@ class Plan:
     def _arrange(self, counts_WL):
         """The maps between received rows, in (source, expert) order, and expert-major rows."""
         W, L = counts_WL.shape
+        if self.capacity >= WIDE and backend.triton:
+            self.row_R = self.place_Q = None
+            self.groups = Groups.padded(counts_WL, self.capacity)
+            return
         segment_WL = torch.arange(W * L, device=self.device).view(W, L)
         starts, ends = _spans(counts_WL.t().flatten())      # of each (expert, source) among expert-major rows
         if self.capacity:
@@ -197,7 +208,7 @@ class Plan:
         offset = position - base_WL.flatten()[segment]
         place = starts.view(L, W).t().flatten()[segment] + offset
         self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
-        self.ends_L = ends.view(L, W)[:, -1].to(torch.int32)
+        self.groups = Groups.packed(ends.view(L, W)[:, -1].to(torch.int32), Q)
 
     def shape_home(self, rows):
         """The shape that results sent back have at home."""
@@ -233,12 +244,15 @@ def combine(rows_SD, plan):
     return unpermute(rows_SD, plan.slot_TK, token_S)
 
 
-def by_expert(rows_QD, weights_Q, plan):
-    """Received rows and weights in expert-major order: [R, D], [R]."""
-    weights = permute(weights_Q[:, None], plan.row_R, plan.place_Q[:, None])
-    return permute(rows_QD, plan.row_R, plan.place_Q[:, None]), weights.flatten()
+def by_expert(rows_QD, plan):
+    """Received rows in the order in which experts compute them: [R, D]."""
+    if plan.row_R is None:
+        return rows_QD
+    return permute(rows_QD, plan.row_R, plan.place_Q[:, None])
 
 
 def by_source(rows_RD, plan):
     """Results in the order their rows were received: [Q, D]."""
+    if plan.row_R is None:
+        return rows_RD
     return unpermute(rows_RD, plan.place_Q[:, None], plan.row_R)

@@ -1,15 +1,19 @@
 """Compute back-ends: the arithmetic that makes small experts fast.
 
+Gathers, grouped products and SwiGLU exist twice: in plain torch, which runs everywhere and is the oracle, and
+as Triton kernels for Hopper and Blackwell. The knob `gemm` chooses, `use` obeys it, and each function asks
+`backend` once.
+
 Everything here works on rows. A gather is described by two integer maps that are each other's inverse
 (which row a slot holds, which slots a row went to), so that forward and backward are both gathers: no
-scatter-add, no atomics, bit-reproducible. A grouped GEMM multiplies consecutive runs of rows, one run
-per expert, each by its own weight; run lengths live on the device.
+scatter-add, no atomics, bit-reproducible. A grouped GEMM multiplies groups of rows, each by the weight of
+its expert; how many rows a group has lives on the device, where no host reads it (see Groups).
 
 Shapes: T tokens, D model width, F expert width, L experts on this rank, K experts per token,
-R rows in expert-major order.
+R rows of a grouped GEMM, C rows of room per group, G groups.
 
-Rows past `ends[-1]` of a grouped GEMM are never computed and hold garbage, as in every such kernel;
-callers only ever read rows that a map points at.
+Rows that belong to no group are never computed and hold garbage, as in every such kernel; callers only
+ever read rows that a map points at.
 """
 
 from __future__ import annotations
@@ -23,11 +27,69 @@ import torch.nn.functional as F
 
 from settings import knob
 
+# Not imported where it is used, as other optional packages are: a kernel finds its names in its module.
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+    INTERPRETED = triton.knobs.runtime.interpret    # TRITON_INTERPRET=1: kernels run as Python, on any machine
+    jit = triton.jit
+except ImportError:
+    triton, INTERPRETED = None, False
+    jit = lambda function: function
+
 
 @dataclass
 class KernelConfig:
     precision: str = knob("auto", "parameters and arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
                           choices=("auto", "fp32", "bf16"))
+    gemm: str = knob("auto", "who computes experts, permutes and SwiGLU; auto: triton on a GPU from sm_90 on, "
+                     "torch elsewhere", choices=("auto", "triton", "torch"))
+    comm_sms: int = knob(0, "multiprocessors of a GPU that Triton's grouped GEMMs leave to exchanges", least=0)
+
+
+def check(cfg, device):
+    """Why the kernels cannot run as `cfg` asks on `device`. (That there is such a device is not checked here.)"""
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        return []
+    problems, size = [], dtype_of(cfg.precision, device).itemsize
+    if cfg.gemm == "triton":
+        if triton is None:
+            problems.append("gemm=triton, but triton is not installed: install it, or set gemm=torch")
+        elif device.type == "cpu" and not INTERPRETED:
+            problems.append("gemm=triton needs a GPU, and the device is cpu: set gemm=torch or auto (or, to test "
+                            "kernels slowly, TRITON_INTERPRET=1 in the environment)")
+        elif device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+            problems.append(f"gemm=triton needs a GPU from sm_90 on, not {torch.cuda.get_device_name(device)}: "
+                            f"set gemm=torch or auto")
+        for name in ("d_model", "d_expert"):
+            if getattr(cfg, name) * size % 16:
+                problems.append(f"{name}={getattr(cfg, name)} is not a multiple of {16 // size}, as gemm=triton "
+                                f"needs (rows of whole 16 bytes): change {name}, or set gemm=torch")
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if cfg.comm_sms >= sms:
+            problems.append(f"comm_sms={cfg.comm_sms} leaves none of this GPU's {sms} multiprocessors: lower it")
+    return problems
+
+
+@dataclass
+class Backend:
+    triton: bool = False
+    comm_sms: int = 0
+
+
+backend = Backend()
+
+
+def use(cfg, device):
+    """From here on this process computes as `cfg` says. Every forward pass begins with it, so that two models
+    in one process can differ."""
+    size = dtype_of(cfg.precision, device).itemsize
+    auto = (triton is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+            and cfg.d_model * size % 16 == cfg.d_expert * size % 16 == 0)
+    backend.triton = auto if cfg.gemm == "auto" else cfg.gemm == "triton"
+    backend.comm_sms = cfg.comm_sms
 
 
 def dtype_of(precision, device):
@@ -106,6 +168,8 @@ def peak_flops(device, dtype):
 
 def gather_rows(x_TD, row_R):
     """y[r] = x[row[r]]; where row is -1 the result is arbitrary but finite if x is."""
+    if backend.triton:
+        return _triton_gather(x_TD, row_R[:, None])
     if len(x_TD) == 0:
         return x_TD.new_zeros(len(row_R), *x_TD.shape[1:])
     return x_TD.index_select(0, row_R.clamp_min(0))
@@ -113,6 +177,8 @@ def gather_rows(x_TD, row_R):
 
 def gather_sum(y_RD, slot_TK):
     """x[t] = sum over k of y[slot[t, k]]; a slot of -1 contributes exactly zero, whatever y holds."""
+    if backend.triton:
+        return _triton_gather(y_RD, slot_TK)
     # -1 points at a row of zeros appended for it: masking instead would be slower, and 0·NaN is NaN
     padded = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
     return F.embedding_bag(torch.where(slot_TK < 0, len(y_RD), slot_TK), padded, mode="sum")
@@ -179,31 +245,141 @@ def grouped_mm_loop(a, b, ends_L):
     return y
 
 
+class Groups:
+    """Which rows go to which expert: group g has counts[g] rows from row starts[g] on, and expert g % L
+    multiplies them. Starts and counts live on the device.
+
+    packed  one group per expert, one behind the other: what dropless dispatch and by_expert produce
+    padded  [W, L, C]: a group per (source rank, expert) with room for C rows each, as a capacity buffer arrives.
+            A product leaves zeros in the room that is not used.
+    """
+
+    def __init__(self, starts_G, counts_G, rows, experts, room=0):
+        self.starts_G, self.counts_G, self.rows, self.experts, self.room = starts_G, counts_G, rows, experts, room
+        self._tiles = {}
+
+    @classmethod
+    def packed(cls, ends_L, rows):
+        """ends_L: int32, non-decreasing: expert l has the rows ends[l-1] to ends[l] of `rows`."""
+        groups = cls(torch.cat([ends_L.new_zeros(1), ends_L[:-1]]), ends_L.diff(prepend=ends_L.new_zeros(1)), rows,
+                     len(ends_L))
+        groups.ends_L = ends_L
+        return groups
+
+    @classmethod
+    def padded(cls, counts_WL, room):
+        starts_G = room * torch.arange(counts_WL.numel(), device=counts_WL.device)
+        return cls(starts_G, counts_WL.flatten(), counts_WL.numel() * room, counts_WL.shape[1], room)
+
+    def tiles(self, block):
+        """int32 [tiles, 5], the work list of a kernel that computes `block` rows at once: slab, first row in the
+        slab, expert, rows that are real, rows to write (0: this tile does not exist). A slab is a piece of the
+        buffer that one group owns, or the whole of a packed one: loads and stores clip at its end.
+
+        How many tiles there are depends on the counts; how many there can be does not, and that is the shape.
+        """
+        if block in self._tiles:
+            return self._tiles[block]
+        G, device = len(self.counts_G), self.counts_G.device
+        if self.room:
+            per_group = -(-self.room // block)
+            tile = torch.arange(G * per_group, device=device)
+            group, nth = tile // per_group, tile % per_group
+            slab, first = group, nth * block
+            write = (self.room - first).clamp_max(block)
+        else:
+            ends_G = (-(-self.counts_G // block)).cumsum(0)
+            tile = torch.arange(-(-self.rows // block) + min(G, self.rows), device=device)
+            group = torch.searchsorted(ends_G, tile, right=True).clamp_max(G - 1)
+            nth = tile - ends_G[group] - (-self.counts_G[group] // block)
+            slab, first = torch.zeros_like(tile), self.starts_G[group] + nth * block
+            write = (self.counts_G[group] - nth * block).clamp(0, block)
+        real = (self.counts_G[group] - nth * block).clamp(0, block)
+        table = torch.stack([slab, first, group % self.experts, real, write], 1).to(torch.int32)
+        self._tiles[block] = table
+        return table
+
+    def by_expert(self, x_RD):
+        """A padded buffer as [L, W·C, D], zero where no row is: what a batched matmul takes."""
+        real_GC = torch.arange(self.room, device=x_RD.device) < self.counts_G[:, None]
+        x_GCD = torch.where(real_GC[:, :, None], x_RD.view(-1, self.room, x_RD.shape[1]), 0)
+        return x_GCD.unflatten(0, (-1, self.experts)).transpose(0, 1).flatten(1, 2)
+
+    def by_source(self, y_LRD):
+        """The inverse of by_expert: [R, D]."""
+        return y_LRD.unflatten(1, (-1, self.room)).transpose(0, 1).flatten(0, 2)
+
+
+def gemm_rows(x_RD, w_LDN, groups, row_R=None):
+    """y[r] = x[r] @ w[l] for every row r of a group of expert l; x[row[r]] instead of x[r] where a map is given.
+    Either way round the last two dimensions of w may lie in memory."""
+    if backend.triton:
+        return _triton_rows(x_RD, w_LDN, groups, row_R)
+    if row_R is not None:
+        x_RD = gather_rows(x_RD, row_R)
+    if groups.room:
+        return groups.by_source(groups.by_expert(x_RD) @ w_LDN)
+    return grouped_mm(x_RD, w_LDN, groups.ends_L)
+
+
+def gemm_experts(dy_RF, x_RD, groups, row_R=None, into=None):
+    """dw[l] = sum over the rows r of expert l of dy[r] xᵀ[r], [L, F, D]; zeros for an expert without rows.
+    `into`: an fp32 tensor that this is added to, with nothing in between stored."""
+    if backend.triton:
+        return _triton_experts(dy_RF, x_RD, groups, row_R, into)
+    if row_R is not None:
+        x_RD = gather_rows(x_RD, row_R)
+    if groups.room:
+        dw_LFD = groups.by_expert(dy_RF).transpose(1, 2) @ groups.by_expert(x_RD)
+    else:
+        dw_LFD = grouped_mm(dy_RF.t(), x_RD, groups.ends_L)
+    return dw_LFD if into is None else into.add_(dw_LFD)
+
+
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, w_LFD, ends_L):
-        ctx.save_for_backward(x_RD, w_LFD, ends_L)
+    def forward(ctx, x_RD, w, groups, row_R, slot_TK):
+        if row_R is not None and not backend.triton:    # torch cannot gather as it loads: keep the gathered rows
+            x_RD, row_R = gather_rows(x_RD, row_R), None
+        ctx.groups, ctx.weight = groups, w      # the parameter itself: what was saved comes back without its .grad
+        ctx.save_for_backward(x_RD, w, row_R, slot_TK)
         with clock.span("gemm", x_RD.device):
-            return grouped_mm(x_RD, w_LFD.transpose(1, 2), ends_L)
+            return gemm_rows(x_RD, _matrices(w).transpose(1, 2), groups, row_R)
 
     @staticmethod
     def backward(ctx, dy_RF):
-        x_RD, w_LFD, ends_L = ctx.saved_tensors
+        x_RD, w, row_R, slot_TK = ctx.saved_tensors
+        dx_RD = dw = None
         dy_RF = dy_RF.contiguous()
         with clock.span("gemm", x_RD.device):
-            dx_RD = grouped_mm(dy_RF, w_LFD, ends_L) if ctx.needs_input_grad[0] else None
-            dw_LFD = grouped_mm(dy_RF.t(), x_RD, ends_L) if ctx.needs_input_grad[1] else None
-        return dx_RD, dw_LFD, None
+            if ctx.needs_input_grad[0]:
+                dx_RD = gemm_rows(dy_RF, _matrices(w), ctx.groups)
+            if ctx.needs_input_grad[1]:
+                # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
+                sink = ctx.weight.grad if backend.triton and ctx.weight.is_leaf else None
+                if sink is not None and sink.dtype == torch.float32:
+                    gemm_experts(dy_RF, x_RD, ctx.groups, row_R, into=_matrices(sink))
+                else:
+                    dw = gemm_experts(dy_RF, x_RD, ctx.groups, row_R).view_as(w)
+        if dx_RD is not None and slot_TK is not None:
+            dx_RD = gather_sum(dx_RD, slot_TK)
+        return dx_RD, dw, None, None, None
 
 
-def grouped_gemm(x_RD, w_LFD, ends_L):
-    """y[r] = w[l] @ x[r] for the expert l whose run of rows holds r: rows ends[l-1] to ends[l].
+def _matrices(w):
+    """[L, 2, F, D] → [L, 2·F, D]; [L, F, D] as it is."""
+    return w.view(len(w), -1, w.shape[-1])
 
-    x_RD: rows in expert-major order. w_LFD: weights, [out, in] per expert. ends_L: int32, on the
-    device, non-decreasing. An expert without rows gets a weight gradient of zeros.
-    Replace this one function to try another kernel.
+
+def grouped_gemm(x_RD, w_LFD, groups, row_R=None, slot_TK=None):
+    """y[r] = w[l] @ x[r] for every row r of a group of expert l.
+
+    w_LFD: weights, [out, in] per expert, where out may be several dimensions. An expert without rows gets a
+    weight gradient of zeros. With row_R and slot_TK, as in `permute`, x is gathered on the way in:
+    y[r] = w[l] @ x[row[r]], and no gathered copy is kept where a kernel can do without.
+    Replace gemm_rows and gemm_experts to try other kernels.
     """
-    return _GroupedGemm.apply(x_RD, w_LFD, ends_L)
+    return _GroupedGemm.apply(x_RD, w_LFD, groups, row_R, slot_TK)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,7 +400,10 @@ def _row_blocks(*tensors):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h_R2F, p_R):
+        h_R2F = h_R2F.contiguous()
         ctx.save_for_backward(h_R2F, p_R)
+        if backend.triton:
+            return _triton_swiglu(h_R2F, p_R)
         y_RF = h_R2F.new_empty(len(h_R2F), h_R2F.shape[1] // 2)
         for h, p, y in _row_blocks(h_R2F, p_R, y_RF):
             gate, up = h.chunk(2, 1)
@@ -234,19 +413,25 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_RF):
-        h_R2F, p_R = ctx.saved_tensors
-        dh_R2F = torch.empty_like(h_R2F)
-        dp_R = None if p_R is None else torch.empty_like(p_R)
-        for h, p, dy, dh, dp in _row_blocks(h_R2F, p_R, dy_RF, dh_R2F, dp_R):
-            gate, up = h.chunk(2, 1)
-            dgate, dup = dh.chunk(2, 1)
-            act = F.silu(gate)
-            if p is not None:
-                dp.copy_(torch.linalg.vecdot(dy, act * up))
-                dy = dy * p[:, None].to(dy.dtype)
-            torch.mul(dy, act, out=dup)
-            torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
-        return dh_R2F, dp_R
+        return swiglu_backward(dy_RF, *ctx.saved_tensors)
+
+
+def swiglu_backward(dy_RF, h_R2F, p_R):
+    """The gradients of `swiglu` with respect to h and p."""
+    if backend.triton:
+        return _triton_swiglu_backward(dy_RF.contiguous(), h_R2F, p_R)
+    dh_R2F = torch.empty_like(h_R2F)
+    dp_R = None if p_R is None else torch.empty_like(p_R)
+    for h, p, dy, dh, dp in _row_blocks(h_R2F, p_R, dy_RF, dh_R2F, dp_R):
+        gate, up = h.chunk(2, 1)
+        dgate, dup = dh.chunk(2, 1)
+        act = F.silu(gate)
+        if p is not None:
+            dp.copy_(torch.linalg.vecdot(dy, act * up))
+            dy = dy * p[:, None].to(dy.dtype)
+        torch.mul(dy, act, out=dup)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
+    return dh_R2F, dp_R
 
 
 def swiglu(h_R2F, p_R=None):
@@ -257,3 +442,320 @@ def swiglu(h_R2F, p_R=None):
 
 def rms_norm(x_TD, weight_D, eps):
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# Triton kernels
+#
+# Row offsets are 64-bit: 300,000 rows of 7,168 are more than 2³¹ elements. (Coordinates of a tensor descriptor
+# are 32-bit, the addresses behind them are not.)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program of a grouped GEMM computes at once: rows × cols, `inner` of the summed dimension a step."""
+    rows: int
+    cols: int
+    inner: int
+    warps: int
+    stages: int
+
+
+# By what a group has on average: from `rows` rows on, the entry serves. fp32 is for tests and small models: it is
+# computed exactly, without tensor cores. Nothing is tuned at run time, so that runs can be repeated and captured;
+# `python bench.py kernels --tune` times candidates on a GPU.
+TILES = {
+    # (sm_90 or sm_100 on, product): ((rows, tile), ...)
+    (9, "rows"): ((96, Tile(128, 256, 64, 8, 3)), (0, Tile(64, 128, 64, 4, 4))),
+    (9, "experts"): ((0, Tile(128, 256, 64, 8, 3)),),
+    (10, "rows"): ((96, Tile(128, 256, 64, 8, 3)), (0, Tile(64, 128, 64, 4, 4))),
+    (10, "experts"): ((0, Tile(128, 128, 64, 8, 4)),),      # twice the columns would spill where it accumulates
+}
+EXACT = Tile(64, 64, 32, 8, 2)
+TEST = Tile(16, 32, 16, 4, 2)   # for the interpreter: small enough that small matrices have several
+BAND = 8                        # row tiles that share the weight's tiles while these are in the cache
+
+
+def tile_for(capability, product, dtype, rows_per_group):
+    if INTERPRETED:
+        return TEST
+    if dtype == torch.float32:
+        return EXACT
+    entries = TILES[min(capability, 10), product]
+    return next(tile for least, tile in entries if rows_per_group >= least)
+
+
+def _device_of(x):
+    """(compute capability, programs of a persistent kernel) for the device of x."""
+    if x.device.type == "cpu":
+        return 9, 3     # interpreted, one program after the other
+    properties = torch.cuda.get_device_properties(x.device)
+    return properties.major, properties.multi_processor_count - backend.comm_sms
+
+
+@jit
+def _locate(t, row_tiles, cols, BAND: tl.constexpr):
+    """Work item t → (row tile, column tile): down BAND row tiles, then the next column."""
+    band = t // (BAND * cols)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    within = t % (BAND * cols)
+    return band * BAND + within % height, within // height
+
+
+@jit
+def rows_kernel(x, w, y, x_ptr, y_ptr, tiles_ptr, row_ptr, row_tiles, N, K, room, x_stride, y_stride,
+                GATHER: tl.constexpr, OUT_IN: tl.constexpr, PADDED: tl.constexpr, SPECIALIZE: tl.constexpr,
+                BAND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
+    """gemm_rows. x [slabs, room, K] or, gathered, [rows, K]; w [L, N, K] if OUT_IN, else [L, K, N];
+    y [slabs, room, N], all three tensor descriptors. GATHER: "", "descriptor" or "pointers"."""
+    cols = tl.cdiv(N, COLS)
+    lane = tl.arange(0, ROWS)
+    for t in tl.range(tl.program_id(0), row_tiles * cols, tl.num_programs(0), flatten=SPECIALIZE,
+                      warp_specialize=SPECIALIZE):
+        tile, n = _locate(t, row_tiles, cols, BAND)
+        n = n * COLS
+        entry = tiles_ptr + tile * 5
+        slab = tl.load(entry)
+        first = tl.load(entry + 1)
+        expert = tl.load(entry + 2)
+        real = tl.load(entry + 3)
+        write = tl.load(entry + 4)
+        r = slab.to(tl.int64) * room + first + lane
+        if GATHER != "":
+            source = tl.load(row_ptr + r, mask=lane < real, other=0)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for k in range(0, tl.where(real > 0, K, 0), INNER):     # a tile without rows has nothing to add up
+            if GATHER == "descriptor":
+                a = x.gather(source.to(tl.int32), k)
+            elif GATHER == "pointers":
+                kk = k + tl.arange(0, INNER)
+                a = tl.load(x_ptr + source.to(tl.int64)[:, None] * x_stride + kk[None, :], mask=kk[None, :] < K,
+                            other=0)
+            else:
+                a = x.load([slab, first, k]).reshape(ROWS, INNER)
+            if OUT_IN:
+                b = w.load([expert, n, k]).reshape(COLS, INNER).T
+            else:
+                b = w.load([expert, k, n]).reshape(INNER, COLS)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        out = tl.where((lane < real)[:, None], acc, 0).to(y.dtype)
+        if PADDED:
+            y.store([slab, first, n], out.reshape(1, ROWS, COLS))
+        elif write == ROWS:
+            y.store([slab, first, n], out.reshape(1, ROWS, COLS))
+        else:       # the rows behind are another group's
+            nn = n + tl.arange(0, COLS)
+            inside = (lane < write)[:, None] & (nn < N)[None, :]
+            tl.store(y_ptr + r[:, None] * y_stride + nn[None, :], out, mask=inside)
+
+
+@jit
+def _expert_rows(dy, x, x_ptr, row_ptr, slab, first, m, n, N, room, real, x_stride, GATHER: tl.constexpr,
+                 ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
+    """INNER rows of dy and of x, at columns m and n."""
+    a = dy.load([slab, first, m]).reshape(INNER, ROWS)
+    if GATHER == "":
+        b = x.load([slab, first, n]).reshape(INNER, COLS)
+    else:
+        lane = tl.arange(0, INNER)
+        source = tl.load(row_ptr + slab.to(tl.int64) * room + first + lane, mask=lane < real, other=0)
+        if GATHER == "descriptor":
+            b = x.gather(source.to(tl.int32), n)
+        else:
+            nn = n + tl.arange(0, COLS)
+            b = tl.load(x_ptr + source.to(tl.int64)[:, None] * x_stride + nn[None, :], mask=nn[None, :] < N,
+                        other=0)
+    return a, b
+
+
+@jit
+def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sources, M, N, room, x_stride,
+                   dw_stride, GATHER: tl.constexpr, PADDED: tl.constexpr, ACCUMULATE: tl.constexpr,
+                   BAND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
+    """gemm_experts: dw [L·M, N]. dy [slabs, room, M], x [slabs, room, N] or, gathered, [rows, N]."""
+    rows, cols = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
+    for t in range(tl.program_id(0), L * rows * cols, tl.num_programs(0)):
+        expert = t // (rows * cols)
+        m, n = _locate(t % (rows * cols), rows, cols, BAND)
+        m, n = m * ROWS, n * COLS
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for source in range(0, sources):
+            group = source * L + expert
+            count = tl.load(counts_ptr + group).to(tl.int32)
+            slab = group if PADDED else 0 * group
+            start = 0 * count if PADDED else tl.load(starts_ptr + group).to(tl.int32)
+            whole = count // INNER * INNER
+            for i in range(0, whole, INNER):
+                a, b = _expert_rows(dy, x, x_ptr, row_ptr, slab, start + i, m, n, N, room, INNER, x_stride, GATHER,
+                                    ROWS, COLS, INNER)
+                acc = tl.dot(a.T, b, acc, input_precision="ieee")
+            if whole < count:       # what lies behind the last row is anything, NaN too, on both sides
+                a, b = _expert_rows(dy, x, x_ptr, row_ptr, slab, start + whole, m, n, N, room, count - whole,
+                                    x_stride, GATHER, ROWS, COLS, INNER)
+                real = (tl.arange(0, INNER) < count - whole)[:, None]
+                acc = tl.dot(tl.where(real, a, 0).T, tl.where(real, b, 0), acc, input_precision="ieee")
+        mm, nn = m + tl.arange(0, ROWS), n + tl.arange(0, COLS)
+        out = dw_ptr + (expert.to(tl.int64) * M + mm)[:, None] * dw_stride + nn[None, :]
+        inside = (mm < M)[:, None] & (nn < N)[None, :]
+        if ACCUMULATE:      # no other program adds to this tile, so that the order of sums is fixed
+            tl.atomic_add(out, acc, mask=inside, sem="relaxed")
+        else:
+            tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def gather_kernel(x_ptr, y_ptr, row_ptr, R, D, x_stride, y_stride, K: tl.constexpr, ROWS: tl.constexpr,
+                  COLS: tl.constexpr):
+    """y[r] = sum over k of x[row[r, k]], -1 being a row of zeros."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    for d in range(0, D, COLS):
+        col = (d + tl.arange(0, COLS))[None, :]
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for k in tl.static_range(K):
+            row = tl.load(row_ptr + r * K + k, mask=r < R, other=-1).to(tl.int64)[:, None]
+            total += tl.load(x_ptr + row * x_stride + col, mask=(row >= 0) & (col < D), other=0)
+        inside = (r < R)[:, None] & (col < D)
+        tl.store(y_ptr + r[:, None] * y_stride + col, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def swiglu_kernel(h_ptr, p_ptr, y_ptr, R, F, h_stride, y_stride, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
+                  COLS: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h_row, y_row = h_ptr + r[:, None] * h_stride, y_ptr + r[:, None] * y_stride
+    for f in range(0, F, COLS):
+        col = (f + tl.arange(0, COLS))[None, :]
+        inside = (r < R)[:, None] & (col < F)
+        gate = tl.load(h_row + col, mask=inside, other=0).to(tl.float32)
+        up = tl.load(h_row + F + col, mask=inside, other=0).to(tl.float32)
+        y = gate * tl.sigmoid(gate) * up
+        if WEIGHTED:
+            y *= tl.load(p_ptr + r, mask=r < R, other=0)[:, None]
+        tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def swiglu_backward_kernel(dy_ptr, h_ptr, p_ptr, dh_ptr, dp_ptr, R, F, h_stride, y_stride, WEIGHTED: tl.constexpr,
+                           ROWS: tl.constexpr, COLS: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h_row, dy_row = r[:, None] * h_stride, dy_ptr + r[:, None] * y_stride
+    dp = tl.zeros([ROWS], tl.float32)
+    p = tl.load(p_ptr + r, mask=r < R, other=0) if WEIGHTED else dp + 1
+    for f in range(0, F, COLS):
+        col = (f + tl.arange(0, COLS))[None, :]
+        inside = (r < R)[:, None] & (col < F)
+        gate = tl.load(h_ptr + h_row + col, mask=inside, other=0).to(tl.float32)
+        up = tl.load(h_ptr + h_row + F + col, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(dy_row + col, mask=inside, other=0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        dp += tl.sum(dy * silu * up, 1)
+        dy *= p[:, None]
+        dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+        tl.store(dh_ptr + h_row + col, dgate.to(dh_ptr.dtype.element_ty), mask=inside)
+        tl.store(dh_ptr + h_row + F + col, (dy * silu).to(dh_ptr.dtype.element_ty), mask=inside)
+    if WEIGHTED:
+        tl.store(dp_ptr + r, dp, mask=r < R)
+
+
+# What follows launches them.
+
+POINTWISE = dict(ROWS=8, COLS=256)      # 8 bf16 are 16 bytes: a warp reads 256 columns of a row at once
+
+
+def _triton_gather(x_TD, row_RK):
+    (R, K), D = row_RK.shape, x_TD.shape[1]
+    y_RD = x_TD.new_empty(R, D)
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    if R:
+        gather_kernel[triton.cdiv(R, POINTWISE["ROWS"]),](
+            x_TD, y_RD, row_RK.contiguous(), R, D, x_TD.stride(0), y_RD.stride(0), K, **POINTWISE)
+    return y_RD
+
+
+def _triton_swiglu(h_R2F, p_R):
+    R, F = len(h_R2F), h_R2F.shape[1] // 2
+    y_RF = h_R2F.new_empty(R, F)
+    if R:
+        swiglu_kernel[triton.cdiv(R, POINTWISE["ROWS"]),](
+            h_R2F, p_R, y_RF, R, F, h_R2F.stride(0), F, p_R is not None, **POINTWISE)
+    return y_RF
+
+
+def _triton_swiglu_backward(dy_RF, h_R2F, p_R):
+    R, F = dy_RF.shape
+    dh_R2F, dp_R = torch.empty_like(h_R2F), None if p_R is None else torch.empty_like(p_R)
+    if R:
+        swiglu_backward_kernel[triton.cdiv(R, POINTWISE["ROWS"]),](
+            dy_RF, h_R2F, p_R, dh_R2F, dp_R, R, F, h_R2F.stride(0), F, p_R is not None, **POINTWISE)
+    return dh_R2F, dp_R
+
+
+def gather_by(capability, gathered):
+    """How a kernel reads rows that lie anywhere: Hopper has no tensor descriptor that gathers."""
+    return "" if not gathered else "descriptor" if capability >= 10 or INTERPRETED else "pointers"
+
+
+def specialized(capability, padded, gather):
+    """Whether rows_kernel has warps for loads, products and stores of their own, so that one tile's stores hide
+    behind the next one's loads. The compiler does it for Blackwell (3.9 does, 3.6 fails), and registers suffice
+    only without a gather and without the second kind of store that packed groups need."""
+    recent = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return recent and capability >= 10 and padded and gather == ""
+
+
+def _descriptor(x, *block):
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def _slabs(x_RD, groups, *block):
+    """A descriptor of x as [slabs, rows of a slab, D]."""
+    return _descriptor(x_RD.view(-1, groups.room or groups.rows, x_RD.shape[1]), 1, *block)
+
+
+def _rows_of(x_RD, groups, row_R, gather, inner_rows, inner_cols):
+    """The descriptor through which a kernel reads x; unused where it gathers by pointers."""
+    if gather:
+        return _descriptor(x_RD, 1, inner_cols)
+    return _slabs(x_RD, groups, inner_rows, inner_cols)
+
+
+def _triton_rows(x_RD, w_LDN, groups, row_R):
+    L, K, N = w_LDN.shape
+    x_RD = x_RD.contiguous()
+    out_in = w_LDN.stride(2) != 1
+    w = w_LDN.transpose(1, 2) if out_in else w_LDN
+    y_RN = x_RD.new_empty(groups.rows, N)
+    if not groups.rows or not len(x_RD):
+        return y_RN.zero_()
+    capability, programs = _device_of(x_RD)
+    tile = tile_for(capability, "rows", x_RD.dtype, groups.rows // len(groups.counts_G))
+    gather = gather_by(capability, row_R is not None)
+    table = groups.tiles(tile.rows)
+    rows_kernel[min(programs, len(table) * triton.cdiv(N, tile.cols)),](
+        _rows_of(x_RD, groups, row_R, gather, tile.rows, tile.inner),
+        _descriptor(w, 1, *((tile.cols, tile.inner) if out_in else (tile.inner, tile.cols))),
+        _slabs(y_RN, groups, tile.rows, tile.cols), x_RD, y_RN, table, row_R, len(table), N, K,
+        groups.room or groups.rows, x_RD.stride(0), y_RN.stride(0), gather, out_in, bool(groups.room),
+        specialized(capability, bool(groups.room), gather), BAND, tile.rows, tile.cols, tile.inner,
+        num_warps=tile.warps, num_stages=tile.stages)
+    return y_RN
+
+
+def _triton_experts(dy_RF, x_RD, groups, row_R, into):
+    (_, M), N, L = dy_RF.shape, x_RD.shape[1], groups.experts
+    dy_RF, x_RD = dy_RF.contiguous(), x_RD.contiguous()
+    dw_LMN = into if into is not None else x_RD.new_empty(L, M, N)
+    if not groups.rows or not len(x_RD):
+        return dw_LMN if into is not None else dw_LMN.zero_()
+    capability, programs = _device_of(x_RD)
+    tile = tile_for(capability, "experts", x_RD.dtype, groups.rows // len(groups.counts_G))
+    gather = gather_by(capability, row_R is not None)
+    work = L * triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols)
+    experts_kernel[min(programs, work),](
+        _slabs(dy_RF, groups, tile.inner, tile.rows), _rows_of(x_RD, groups, row_R, gather, tile.inner, tile.cols),
+        x_RD, dw_LMN, row_R, groups.starts_G, groups.counts_G, L, len(groups.counts_G) // L, M, N,
+        groups.room or groups.rows, x_RD.stride(0), N, gather, bool(groups.room), into is not None, BAND,
+        tile.rows, tile.cols, tile.inner, num_warps=tile.warps, num_stages=tile.stages)
+    return dw_LMN

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from kernels import rms_norm
+from kernels import rms_norm, use
 from moe import Batch, FeedForward, MoE
 from parallel import (Rerun, Tape, column_linear, cross_entropy, gather_sequence, row_linear, scatter, stage_layers,
                       sum_over, together, zigzag_runs)
@@ -246,6 +246,7 @@ class Model(nn.Module):
         for the next one; the last returns, with labels, the sum of cross entropy over the tp group's valid
         tokens, fp32, and without, each sequence's logits after position batch.last, [B, V] of the whole
         vocabulary, fp32."""
+        use(self.cfg, batch.tokens_T.device)
         batch.rope = rope_table(batch.positions_S, head_width(self.cfg), self.cfg.rope_theta)
         if self.is_first(chunk):
             x_TD = self.embed(batch.tokens_G)

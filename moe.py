@@ -194,10 +194,11 @@ class Experts(nn.Module):
 
     def forward(self, rows_QD, weights_Q, plan):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
-        backward needs no expert output."""
-        x_RD, p_R = by_expert(rows_QD, weights_Q, plan)
-        h_R2F = grouped_gemm(x_RD, self.w1.flatten(1, 2), plan.ends_L)
-        y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.ends_L)
+        backward needs no expert output. The first product gathers its rows itself."""
+        p_R = by_expert(weights_Q[:, None], plan).flatten()
+        place_Q1 = None if plan.row_R is None else plan.place_Q[:, None]
+        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, plan.row_R, place_Q1)
+        y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.groups)
         return by_source(y_RD, plan)
 
 

@@ -23,6 +23,7 @@ import torch
 
 import data
 import dispatch
+import kernels
 import model as models
 import moe
 import optim
@@ -75,6 +76,7 @@ def check(cfg, world):
             problems += parallel.check_microbatches(cfg, cfg.global_batch // at_once if cfg.micro_batch else 1)
     for part in (dispatch, moe, models, optim):
         problems += part.check(cfg)
+    problems += kernels.check(cfg, device_of(cfg))
     if cfg.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but torch sees no GPU: set device=cpu or auto")
     elif device_of(cfg).type == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():

@@ -109,7 +109,7 @@ def test_grouped_gemm_against_autograd(counts, spare, dtype, D, N):
     w_LND = torch.randn(4, N, D).to(dtype).requires_grad_()
     dy_RN = torch.randn(real + spare, N).to(dtype)
     dy_RN[real:] = torch.nan
-    y_RN = kernels.grouped_gemm(x_RD, w_LND, ends_L)
+    y_RN = kernels.grouped_gemm(x_RD, w_LND, kernels.Groups.packed(ends_L, len(x_RD)))
     dx_RD, dw_LND = torch.autograd.grad(y_RN, [x_RD, w_LND], dy_RN)
     assert dw_LND.shape == w_LND.shape and dw_LND.isfinite().all()
     x, w, start = x_RD.detach().double().requires_grad_(), w_LND.detach().double().requires_grad_(), 0
@@ -193,8 +193,8 @@ def test_a_router_weight_that_is_nan_still_is_a_row():
     rows_SD, weights_S = dispatch.dispatch(torch.randn(3, 4), torch.tensor([[torch.nan, .5], [.6, .4], [.9, .1]]), p)
     for _ in p.travel("out", rows_SD, weights_S):
         pass
-    assert p.ends_L.tolist() == [3, 6, 6]
-    assert dispatch.by_expert(rows_SD, weights_S, p)[1][:3].isnan().sum() == 1
+    assert p.groups.ends_L.tolist() == [3, 6, 6]
+    assert dispatch.by_expert(weights_S[:, None], p)[:3].isnan().sum() == 1
 
 
 def test_capacity_by_hand():
