@@ -146,6 +146,7 @@ class Trainer:
         with torch.device("meta"):
             self.model = models.Model(cfg, self.layout)
         self.dtype = dtype_of(cfg.precision, self.device)
+        kernels.use(cfg, self.device)
         self.optimizer = optim.Optimizer(cfg, self.model, self.layout, self.dtype, self.device)
         models.init_weights(self.model, cfg.seed)
         self.optimizer.start()
@@ -267,7 +268,8 @@ class Log:
             f"experts: pp {s.pp} · edp {s.edp} · ep {s.ep} · etp {s.etp}",
             *(f"  {g.name:6} {g.size:4} ranks, " + ("inside a node" if g.near(node) == 1 else
               "inside an NVLink domain" if g.near(domain) == 1 else "across NVLink domains") for g in groups),
-            f"device {trainer.device.type}, {str(trainer.dtype)[6:]}, peak "
+            f"device {trainer.device.type}, {str(trainer.dtype)[6:]}, kernels "
+            + ("triton" if kernels.backend.triton else "torch") + ", peak "
             + (f"{self.peak / 1e12:,.2f} TFLOPS per rank" if self.peak else "unknown: no MFU"),
             f"parameters {counts['total']:,} (active {counts['active']:,}, in experts {counts['experts']:,}), "
             f"{local:,} on the fullest rank",
