@@ -340,8 +340,9 @@ COMMANDS = {"check": check, "kernels": kernels_command}
 
 def main(argv):
     if not argv or argv[0] not in COMMANDS:
-        print(__doc__.strip(), file=sys.stderr)
-        return 2
+        print(f"usage: python bench.py {{{','.join(COMMANDS)}}} [--key=value ...]   (--help after a command)",
+              file=sys.stderr)
+        raise SystemExit(2)
     return COMMANDS[argv[0]](argv[1:])
 
 

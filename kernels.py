@@ -62,10 +62,10 @@ def check(cfg, device):
         elif device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
             problems.append(f"gemm=triton needs a GPU from sm_90 on, not {torch.cuda.get_device_name(device)}: "
                             f"set gemm=torch or auto")
-        for name in ("d_model", "d_expert"):
-            if getattr(cfg, name) * size % 16:
-                problems.append(f"{name}={getattr(cfg, name)} is not a multiple of {16 // size}, as gemm=triton "
-                                f"needs (rows of whole 16 bytes): change {name}, or set gemm=torch")
+        for name, width in (("d_model", cfg.d_model), ("d_expert/etp", cfg.d_expert // cfg.etp)):
+            if width * size % 16:
+                problems.append(f"{name}={width} is not a multiple of {16 // size}, as gemm=triton needs (rows of "
+                                f"whole 16 bytes): change {name}, or set gemm=torch")
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         if cfg.comm_sms >= sms:
@@ -87,7 +87,7 @@ def use(cfg, device):
     in one process can differ."""
     size = dtype_of(cfg.precision, device).itemsize
     auto = (triton is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            and cfg.d_model * size % 16 == cfg.d_expert * size % 16 == 0)
+            and cfg.d_model * size % 16 == cfg.d_expert // cfg.etp * size % 16 == 0)
     backend.triton = auto if cfg.gemm == "auto" else cfg.gemm == "triton"
     backend.comm_sms = cfg.comm_sms
 
