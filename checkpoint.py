@@ -163,8 +163,8 @@ def _to_save(model, optimizer, layout):
 def _read(folder, tensors, group):
     """Fills the DTensors `tensors` from the checkpoint, whatever layout wrote it."""
     try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group.pg,
-                 no_dist=group.size == 1)
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
+                 process_group=parallel.process_group(group.ranks))
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}") from error
 
@@ -322,7 +322,7 @@ def save(out_dir, step, keep, model, optimizer, layout, about):
     try:
         _agreed(world, begin, only_rank0=True)
         try:
-            dcp.save(_to_save(model, optimizer, layout), process_group=world.pg, no_dist=world.size == 1,
+            dcp.save(_to_save(model, optimizer, layout), process_group=parallel.process_group(world.ranks),
                      storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{partial}: {_reason(error)}") from error

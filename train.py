@@ -593,11 +593,13 @@ def start(cfg, world):
                                              f"out_dir")
     except checkpoint.CheckpointError as error:
         say(f"error: {error}")
+        dist.barrier()      # torchrun ends all ranks when the first has ended; the line must be out by then
         raise Stop(2) from None
     if state["step"] >= cfg.max_steps:
         if world.rank == 0:
             print(f"nothing to do: {folder} is at step {state['step']} of max_steps={cfg.max_steps}. Raise max_steps, "
                   f"or choose another out_dir than {cfg.out_dir}", flush=True)
+        dist.barrier()
         raise Stop(0)
     return lock, folder, state
 
