@@ -576,14 +576,15 @@ class Watch:
 def start(cfg, world):
     """→ (lock, folder and state of the checkpoint to go on from, or None). Ends the program, before anything is
     built, where that is all there is to do."""
-    def say(*lines):
+    def say(line):
         if world.rank == 0:
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     try:
         lock = checkpoint.lock(cfg.out_dir, world)
         folder, state, notes = checkpoint.choose(cfg.resume, cfg.out_dir, world)
-        say(*(f"warning: {note}" for note in notes))
+        for note in notes:
+            say(f"warning: {note}")
         if folder is None:
             return lock, None, None
         cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or data.open_data(cfg.data, cfg.seq_len).vocab_size)
