@@ -18,6 +18,7 @@ import math
 import os
 import resource
 import signal
+import struct
 import sys
 import threading
 import time
@@ -454,18 +455,29 @@ class Wandb:
     def last_offline(self, out_dir):
         """The last step in what earlier offline runs with this id left on disk; 0: none. Online the server knows."""
         from wandb.proto.wandb_internal_pb2 import Record
-        from wandb.sdk.internal.datastore import DataStore
 
-        last = 0
-        for path in Path(out_dir).glob(f"wandb/offline-run-*/run-{self.run.id}.wandb"):
-            store = DataStore()
-            with contextlib.suppress(AssertionError):   # a kill may have cut the last record
-                store.open_for_scan(str(path))
-                while data := store.scan_data():
-                    record = Record.FromString(data)
-                    if record.HasField("history"):
-                        last = max(last, record.history.step.num)
-        return last
+        files = Path(out_dir).glob(f"wandb/offline-run-*/run-{self.run.id}.wandb")
+        found = (Record.FromString(data) for path in files for data in self.records(path))
+        return max((record.history.step.num for record in found if record.HasField("history")), default=0)
+
+    @staticmethod
+    def records(path):
+        """The records in a file of wandb's: 7 bytes, then a log as LevelDB writes it, in blocks of 32 KiB; a record
+        is whole (kind 1), or its pieces are first, middle ones and last (2, 3, 4). A kill may have cut the end."""
+        data, at, record = Path(path).read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            room = 2**15 - at % 2**15
+            if room < 7:    # too little for the head of a piece: its checksum, size and kind
+                at += room
+                continue
+            size, kind = struct.unpack_from("<HB", data, at + 4)
+            at += 7 + size
+            if kind not in (1, 2, 3, 4) or at > len(data):
+                return
+            record += data[at - size:at]
+            if kind in (1, 4):
+                yield record
+                record = b""
 
     def log(self, row, loads):
         """loads: {layer: tokens per expert before drops}; the histograms have a bar for each expert."""
@@ -549,7 +561,7 @@ class Watch:
                 self.leave(f"{failed} failed: this rank ends too")
             if self.ticks > self.limit:
                 stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
-                self.leave(f"hangs in step {self.at} since {self.ticks} s. It stands here:\n{stack}")
+                self.leave(f"has hung in step {self.at} for {self.ticks} s. It stands here:\n{stack}")
 
     def leave(self, why):
         print(f"rank {self.rank}: {why}", file=sys.stderr, flush=True)

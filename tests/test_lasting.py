@@ -119,20 +119,20 @@ def assert_same_run(whole, other, upto=None):
 
 def wandb_rows(folder):
     """{run id: [rows in the order they were logged]} and the configurations, from the runs' own files."""
+    import train
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
     runs, configs = {}, []
     for path in sorted((folder / "out" / "wandb").glob("offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        with contextlib.suppress(AssertionError):   # the end may be cut
-            while data := store.scan_data():
-                record = Record.FromString(data)
-                if record.HasField("run"):
-                    configs.append({u.key or u.nested_key[0]: json.loads(u.value_json) for u in record.run.config.update})
-                if record.HasField("history"):
-                    row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                    runs.setdefault(path.stem, []).append({**row, "step": record.history.step.num})
+        for record in map(Record.FromString, train.Wandb.records(path)):
+            if record.HasField("run"):
+                configs.append({u.key or u.nested_key[0]: json.loads(u.value_json) for u in record.run.config.update})
+            if record.HasField("history"):
+                row = {}
+                for item in record.history.item:
+                    *outer, name = list(item.nested_key) or [item.key]
+                    inside = row.setdefault(outer[0], {}) if outer else row
+                    inside[name] = json.loads(item.value_json)
+                runs.setdefault(path.stem, []).append({**row, "step": record.history.step.num})
     return runs, configs
 
 
@@ -189,8 +189,8 @@ def test_a_run_killed_in_a_step_and_in_a_save_goes_on_as_if_nothing_had_happened
     runs, configs = wandb_rows(out)
     (run_id, rows), = runs.items()
     assert len(list((out / "out" / "wandb").glob("offline-run-*"))) == 3
-    assert sorted(row["step"] for row in rows) == list(range(1, 10)), [row["step"] for row in rows]
-    for row, logged in zip(rows_of(out), sorted(rows, key=lambda row: row["step"])):
+    assert [row["step"] for row in rows] == list(range(1, 10)), "every step once, in order"
+    for row, logged in zip(rows_of(out), rows):
         assert logged["loss"] == row["loss"]
 
     done = subprocess.run([sys.executable, str(ROOT / "sample.py"), "out", "--prompt=def ", "--length=20", "--seed=3"],
@@ -206,9 +206,9 @@ FAILURES = {
     "raise": ("if n == 2 and rank == 1: raise ValueError('boom in step 2')",
               ["rank 1 failed in step 2", "ValueError: boom in step 2", "in misbehave"]),
     "skip": ("if n == 2 and rank == 1: trainer.layout.world.all_reduce = lambda x, *_: x",
-             ["rank 1", "hangs in step", "It stands here", "trainer.step(step)"]),
+             ["rank 1", "has hung in step 2", "It stands here", "trainer.step(step)"]),
     "leave": ("if n == 2 and rank == 1: sys.exit(0)", ["rank 1 failed in step 2", "SystemExit: 0", "in misbehave"]),
-    "vanish": ("if n == 2 and rank == 1: os._exit(0)", ["rank 0 failed in step 2", "Connection closed by peer"]),
+    "vanish": ("if n == 2 and rank == 1: os._exit(0)", ["rank 0 failed in step 2", "by peer"]),
 }
 
 
