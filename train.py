@@ -259,24 +259,25 @@ class Trainer:
 class Log:
     """metrics.jsonl, the console and, if asked, wandb. Every rank calls it; rank 0 writes.
 
-    done: the step that the run goes on from. Rows up to there stay, later ones will be written again.
+    folder, done, wandb_id: the checkpoint that the run goes on from, its step and run id. Rows up to there stay (or
+    come along, from another out_dir); later ones will be written again.
     """
 
-    def __init__(self, trainer, done=0, wandb_id=None):
+    def __init__(self, trainer, folder=None, done=0, wandb_id=None):
         self.trainer, self.cfg, self.history, self.stop = trainer, trainer.cfg, [], False
         self.rank, self.world = trainer.layout.world.rank, trainer.layout.world.size
         self.peak = peak_flops(trainer.device, trainer.dtype)
         self.file, self.board = None, None
         if self.rank == 0:
-            rows = self.reopen(Path(self.cfg.out_dir) / "metrics.jsonl", done)
+            rows = self.reopen(Path(folder).parent if folder else None, done)
             self.board = Wandb(self.cfg, models.parameter_counts(trainer.model), wandb_id, rows)
 
-    def reopen(self, path, done):
-        """→ the rows of metrics.jsonl that stay. The file is never seen half written."""
+    def reopen(self, source, done):
+        """→ the rows of metrics.jsonl in `source` that stay. The file is never seen half written."""
+        path, rows = Path(self.cfg.out_dir) / "metrics.jsonl", []
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = []
-        with contextlib.suppress(FileNotFoundError), open(path) as file:
-            for line in file:
+        if source and (source / path.name).exists():
+            for line in (source / path.name).read_text().splitlines():
                 with contextlib.suppress(ValueError):   # a kill may have cut the last line
                     rows.append(json.loads(line))
         rows = [row for row in rows if row["step"] <= done]
@@ -627,8 +628,9 @@ def main(argv):
         trainer, done, wandb_id = Trainer(cfg), 0, None
         if folder is not None:
             checkpoint.load(folder, state, trainer.model, trainer.optimizer, trainer.layout)
-            done, wandb_id = state["step"], state["wandb"]
-        log = Log(trainer, done, wandb_id)
+            # a run that branches off into another out_dir is another run
+            done, wandb_id = state["step"], state["wandb"] if folder.parent.samefile(cfg.out_dir) else None
+        log = Log(trainer, folder, done, wandb_id)
         log.start()
         if folder is not None:
             same = ("resume", "out_dir", "vocab_size", "micro_batch")

@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -243,8 +244,9 @@ def test_one_rank_that_fails_ends_all(failed, form):
 
 
 def test_sigterm_to_the_launcher_saves_and_wandb_goes_on(tmp_path, text):
-    args = [f"--data={text}", "--save_interval=0", "--wandb", "--log_interval=1", "--run_name=mine"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
+    """The run is stopped, and loses its last checkpoint: it takes the last step again, which wandb already has."""
+    args = [f"--data={text}", "--save_interval=1", "--wandb", "--log_interval=1", "--run_name=mine"]
+    out = tmp_path / "out"
     job = launch(out, 4, *args, "--max_steps=40", pause=0.15)
     until(lambda: len(rows_of(out)) >= 2, job, out)
     os.kill(job.pid, signal.SIGTERM)
@@ -252,19 +254,21 @@ def test_sigterm_to_the_launcher_saves_and_wandb_goes_on(tmp_path, text):
     gone(out, 4)
     reached = len(rows_of(out))
     assert f"asked to stop: saved after step {reached} of 40" in said and 2 <= reached < 40, said
-    assert [path.name for path in checkpoint.folders(out / "out")] == [f"step_{reached:06}"]
+    assert checkpoint.step_of(checkpoint.folders(out / "out")[0]) == reached
+    shutil.rmtree(checkpoint.folders(out / "out")[0])
 
     args.append(f"--max_steps={reached + 3}")
     code, said = end(launch(out, 4, *args), out)
-    assert code == 0 and "with other knobs than before: max_steps 40" in said, said
+    assert code == 0 and f"step {reached - 1} of {reached + 3}, with other knobs than before: max_steps 40" in said, said
     rows = rows_of(out)
     assert [row["step"] for row in rows] == list(range(1, reached + 4))
     runs, configs = wandb_rows(out)
     (run_id, logged), = runs.items()    # one id
     assert [row["step"] for row in logged] == list(range(1, reached + 4)), "every step once, in order"
     for row, seen in zip(rows, logged):
-        for name in ("loss", "grad_norm", "lr", "tokens_per_s", "drop_fraction"):
-            assert seen[name] == row[name], name
+        # the step that was taken twice took another time, and other max_steps mean another learning rate
+        for name in ("loss", "grad_norm", "drop_fraction") if row["step"] == reached else row:
+            assert seen[name] == row[name], (row["step"], name)
         bars = seen["expert_load/layer_1"]
         assert bars["_type"] == "histogram" and len(bars["values"]) == 8
         assert sum(bars["values"]) == 8 * 16 * 2, "every token chose two experts"
@@ -477,3 +481,18 @@ def test_without_wandb_there_is_one_warning_and_training_goes_on(pool, tokens, t
         assert len(lines) == (rank == 0), err
         assert rank or "warning: wandb is off" in lines[0] and words in lines[0], err
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_run_branches_off_into_another_out_dir(pool, tokens, tmp_path):
+    """The metrics up to there come along, and what it came from is left alone."""
+    pool.run(4, main_on_rank, arguments(tokens, tmp_path / "a"))
+    before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    argv = arguments(tokens, tmp_path / "b", resume=tmp_path / "a" / "step_000004", lr=5e-4, min_lr=5e-4)
+    code, out, _ = pool.run(4, main_on_rank, argv)[0]
+    assert code is None and "lr 0.001 → 0.0005" in out
+    assert_same_run(rows(tmp_path / "a"), rows(tmp_path / "b")[:4], 4)
+    assert [row["step"] for row in rows(tmp_path / "b")] == list(range(1, 7))
+    assert [row["lr"] for row in rows(tmp_path / "b")][3:] == [1e-3, 5e-4, 5e-4]
+    assert before == {path: path.read_bytes() for path in before}
+    code, _, err = pool.run(4, main_on_rank, argv)[0]
+    assert code == 2 and "already has step_000006" in err, "the same path again would go back behind what is there"
