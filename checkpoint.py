@@ -84,8 +84,8 @@ def lock(out_dir, group):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise CheckpointError(f"out_dir={out_dir} is in use by another run ({file.read().strip()}): end that run "
-                                  f"or choose another out_dir") from None
+            raise CheckpointError(f"out_dir={out_dir} is in use by another run ({file.read().strip()}): end that "
+                                  f"run or choose another out_dir") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -347,16 +347,17 @@ def choose(resume, out_dir, group):
     def candidates():
         own = folders(out_dir)
         if resume == "none" and own:
-            raise CheckpointError(f"resume=none, but {out_dir} has checkpoints up to {own[0].name}: set resume=auto "
-                                  f"or choose another out_dir")
+            raise CheckpointError(f"resume=none, but {out_dir} has checkpoints up to {own[0].name}: set "
+                                  f"resume=auto or choose another out_dir")
         if resume in ("none", "auto"):
             return own
         found = [Path(resume)] if step_of(resume) is not None else folders(resume)
         if not found or not found[0].is_dir():
-            raise CheckpointError(f"resume={resume}: there is no checkpoint (a folder step_000100, or one of such)")
+            raise CheckpointError(f"resume={resume}: there is no checkpoint (a folder step_000100, or one of "
+                                  f"such)")
         if own and step_of(own[0]) > step_of(found[0]):
-            raise CheckpointError(f"out_dir={out_dir} already has {own[0].name}, later than resume={found[0]}: choose "
-                                  f"another out_dir, or set resume=auto to go on from there")
+            raise CheckpointError(f"out_dir={out_dir} already has {own[0].name}, later than resume={found[0]}: "
+                                  f"choose another out_dir, or set resume=auto to go on from there")
         return found[:1]
 
     notes = []
@@ -369,7 +370,8 @@ def choose(resume, out_dir, group):
         more = f" (and {len(flaws) - 1} more files)" if len(flaws) > 1 else ""
         notes.append(f"checkpoint {folder} is damaged: {flaws[0]}{more}")
     if notes:
-        raise CheckpointError("; ".join(notes) + "; no whole checkpoint is left: restore one, or choose another out_dir")
+        raise CheckpointError("; ".join(notes) + "; no whole checkpoint is left: restore one, or choose another "
+                              "out_dir")
     return None, None, []
 
 

@@ -75,18 +75,22 @@ def main(argv):
         parallel.init(device)
         folder, state = open_checkpoint(named[0])
         if state["tokenizer"] is None:
-            raise data.DataError(f"{folder} was trained on ids without a tokenizer: there is no text to go on from")
+            raise data.DataError(f"{folder} was trained on ids without a tokenizer: no text can go on from there")
         # encodes and decodes; the tokens themselves are not needed, and neither is their folder for bytes
-        text = data.Data(Path(cfg.data or state["data"]), None, None, state["config"]["vocab_size"], state["tokenizer"])
+        text = data.Data(Path(cfg.data or state["data"]), train=None, val=None,
+                         vocab_size=state["config"]["vocab_size"], tokenizer=state["tokenizer"])
         prompt = text.encode(cfg.prompt)
         if not prompt:
             raise data.DataError("--prompt is empty: give the text to go on from")
+        if max(prompt) >= text.vocab_size:
+            raise data.DataError(f"--prompt={cfg.prompt!r} has ids up to {max(prompt)}, but the model knows "
+                                 f"{text.vocab_size}")
         model = load_model(folder, state, device)
     except (checkpoint.CheckpointError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{folder}, after {state['step']} steps, temperature {cfg.temperature}, top_k {cfg.top_k}, seed {cfg.seed}",
-          file=sys.stderr)
+    print(f"{folder}, after {state['step']} steps, temperature {cfg.temperature}, top_k {cfg.top_k}, "
+          f"seed {cfg.seed}", file=sys.stderr)
     ids = models.generate(model, prompt, cfg.length, cfg.temperature, cfg.top_k, cfg.seed)
     if state["tokenizer"] == "bytes":   # as they come; a character may be several bytes
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -56,8 +56,8 @@ class TrainConfig:
     eval_steps: int = knob(8, "global batches of held-out text per evaluation, always the same; 0: none", least=0)
     save_interval: int = knob(100, "steps between checkpoints; 0: only at the end", least=0)
     keep: int = knob(2, "newest checkpoints that stay", least=1)
-    resume: str = knob("auto", "auto: go on from the newest whole checkpoint in out_dir, if any; none: start anew, in "
-                       "an out_dir without any; or the path of one")
+    resume: str = knob("auto", "auto: go on from the newest whole checkpoint in out_dir, if any; none: start anew, "
+                       "in an out_dir without any; or the path of one")
     timeout_s: int = knob(600, "seconds after which a collective that some rank never joins ends the run", least=1)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline: to files in out_dir)")
     wandb_project: str = knob("foldmoe", "its project there")
@@ -259,8 +259,8 @@ class Trainer:
 class Log:
     """metrics.jsonl, the console and, if asked, wandb. Every rank calls it; rank 0 writes.
 
-    folder, done, wandb_id: the checkpoint that the run goes on from, its step and run id. Rows up to there stay (or
-    come along, from another out_dir); later ones will be written again.
+    folder, done, wandb_id: the checkpoint that the run goes on from, its step and run id. Rows up to there stay
+    (or come along, from another out_dir); later ones will be written again.
     """
 
     def __init__(self, trainer, folder=None, done=0, wandb_id=None):
@@ -454,7 +454,7 @@ class Wandb:
                   f"{str(error).strip().partition(chr(10))[0]}", file=sys.stderr, flush=True)
 
     def last_offline(self, out_dir):
-        """The last step in what earlier offline runs with this id left on disk; 0: none. Online the server knows."""
+        """The last step in what earlier offline runs with this id left on disk, or 0. Online the server knows."""
         from wandb.proto.wandb_internal_pb2 import Record
 
         files = Path(out_dir).glob(f"wandb/offline-run-*/run-{self.run.id}.wandb")
@@ -463,8 +463,8 @@ class Wandb:
 
     @staticmethod
     def records(path):
-        """The records in a file of wandb's: 7 bytes, then a log as LevelDB writes it, in blocks of 32 KiB; a record
-        is whole (kind 1), or its pieces are first, middle ones and last (2, 3, 4). A kill may have cut the end."""
+        """The records in a file of wandb's: 7 bytes, then a log as LevelDB writes it, in blocks of 32 KiB; a
+        record is whole (kind 1), or in pieces: first, middle, last (2, 3, 4). A kill may have cut the end."""
         data, at, record = Path(path).read_bytes(), 7, b""
         while at + 7 <= len(data):
             room = 2**15 - at % 2**15
@@ -600,19 +600,20 @@ def start(cfg, world):
             say(f"warning: {note}")
         if folder is None:
             return lock, None, None
-        cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or data.open_data(cfg.data, cfg.seq_len).vocab_size)
+        vocab_size = cfg.vocab_size or data.open_data(cfg.data, cfg.seq_len).vocab_size
+        cfg = dataclasses.replace(cfg, vocab_size=vocab_size)
         if other := checkpoint.other_architecture(cfg, state):
             knobs = ", ".join(f"{name}={then} (now {now})" for name, then, now in other)
-            raise checkpoint.CheckpointError(f"{folder} is of another model: {knobs}. Set these back or choose another "
-                                             f"out_dir")
+            raise checkpoint.CheckpointError(f"{folder} is of another model: {knobs}. Set these back or choose "
+                                             f"another out_dir")
     except checkpoint.CheckpointError as error:
         say(f"error: {error}")
         dist.barrier()      # torchrun ends all ranks when the first has ended; the line must be out by then
         raise Stop(2) from None
     if state["step"] >= cfg.max_steps:
         if world.rank == 0:
-            print(f"nothing to do: {folder} is at step {state['step']} of max_steps={cfg.max_steps}. Raise max_steps, "
-                  f"or choose another out_dir than {cfg.out_dir}", flush=True)
+            print(f"nothing to do: {folder} is at step {state['step']} of max_steps={cfg.max_steps}. Raise "
+                  f"max_steps, or choose another out_dir than {cfg.out_dir}", flush=True)
         dist.barrier()
         raise Stop(0)
     return lock, folder, state

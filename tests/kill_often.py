@@ -49,14 +49,15 @@ def main(kills):
         lasting.os.kill(job.pid, 9) if alone else lasting.os.killpg(job.pid, 9)
         job.wait()
         lasting.gone(out, RANKS)
+        there = ", ".join(path.name for path in sorted((out / "out").glob("step_*")))
         print(f"kill {kill + 1}: {'in a save' if in_save else 'in training'}, "
               f"{'the launcher alone' if alone else 'all processes'}, at step {len(lasting.rows_of(out))} "
-              f"(before: {before}); on disk: {', '.join(p.name for p in sorted((out / 'out').glob('step_*')))}", flush=True)
+              f"(before: {before}); on disk: {there}", flush=True)
 
     code, said = lasting.end(lasting.launch(out, RANKS, *args), out, 600)
     assert code == 0, said
     lasting.assert_same_run(lasting.rows_of(whole), lasting.rows_of(out))
-    print(f"{kills} kills, {STEPS} steps: every step once, loss and gradient norm bit by bit those of the undisturbed run")
+    print(f"{kills} kills, {STEPS} steps: every step stands once, with loss and gradient norm of the undisturbed run")
 
 
 if __name__ == "__main__":
