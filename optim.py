@@ -107,8 +107,8 @@ class Family:
             self.ends.all_reduce(self.master.grad)
 
     @property
-    def in_norm(self):
-        """False where another stage answers for the same shard: the norm must count it once."""
+    def answers(self):
+        """False where another stage answers for the same shard: norm and checkpoint must have it once."""
         return self.ends is None or self.ends.rank == 0
 
     @torch.no_grad()
@@ -154,6 +154,34 @@ class Optimizer:
         for family in self.families:
             family.load_master()
 
+    def state(self, family):
+        """What a checkpoint holds of a family, this rank's shards: {"": masters}, and AdamW's running averages
+        under "exp_avg." and "exp_avg_sq."."""
+        shards = {"": family.master.detach()}
+        if self.cfg.optimizer == "adamw":
+            moments = self.adamw.state[family.master]
+            if not moments:     # as AdamW itself would begin them in its first step
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=family.master.device)
+                moments |= {name: torch.zeros_like(shards[""]) for name in ("exp_avg", "exp_avg_sq")}
+            shards |= {f"{name}.": moments[name] for name in ("exp_avg", "exp_avg_sq")}
+        return shards
+
+    @property
+    def updates(self):
+        """How many updates AdamW counts: steps without those that were skipped."""
+        if self.cfg.optimizer != "adamw":
+            return 0
+        first = self.families[0]
+        self.state(first)
+        return int(self.adamw.state[first.master]["step"])
+
+    @updates.setter
+    def updates(self, count):
+        if self.cfg.optimizer == "adamw":
+            for family in self.families:
+                self.state(family)
+                self.adamw.state[family.master]["step"].fill_(count)
+
     def zero_grad(self):
         for family in self.families:
             family.grad.zero_()
@@ -162,7 +190,7 @@ class Optimizer:
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
             family.reduce()
-        squares = sum(square_sum(f.master.grad) for f in self.families if f.in_norm)
+        squares = sum(square_sum(f.master.grad) for f in self.families if f.answers)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()

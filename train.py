@@ -4,23 +4,34 @@
     python train.py config/tiny.py --lr=1e-3                              one process, other settings
     python train.py --help                                                every knob
 
-The file reads top to bottom: what is checked, what a step is, what is logged, and the loop.
+The same command again goes on from the newest checkpoint in out_dir. The file reads top to bottom: what is
+checked, what a step is, what is logged, how a run ends early, and the loop.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import math
 import os
 import resource
+import signal
+import struct
 import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+LAUNCHER = os.getppid()     # asked before the slow imports, during which the launcher may die
 
+import torch
+import torch.distributed as dist
+
+import checkpoint
 import data
 import dispatch
 import kernels
@@ -30,13 +41,13 @@ import optim
 import parallel
 from kernels import Clock, KernelConfig, clock, dtype_of, peak_flops
 from parallel import execute, ledger, schedule
-from settings import knob, load
+from settings import as_dict, knob, load
 
 
 @dataclass
 class TrainConfig:
     data: str = knob("", "folder with train.bin and val.bin; empty: the Python standard library's sources")
-    out_dir: str = knob("out", "folder for metrics.jsonl")
+    out_dir: str = knob("out", "folder for metrics.jsonl and checkpoints, of one run at a time")
     seed: int = knob(1337, "seed of initial values and data order", least=0)
     max_steps: int = knob(200, "optimizer steps", least=1)
     global_batch: int = knob(16, "sequences per optimizer step, over all ranks", least=1)
@@ -44,6 +55,14 @@ class TrainConfig:
     log_interval: int = knob(10, "steps between console lines (metrics.jsonl has every step)", least=1)
     eval_interval: int = knob(100, "steps between evaluations; 0: only at the end", least=0)
     eval_steps: int = knob(8, "global batches of held-out text per evaluation, always the same; 0: none", least=0)
+    save_interval: int = knob(100, "steps between checkpoints; 0: only at the end", least=0)
+    keep: int = knob(2, "newest checkpoints that stay", least=1)
+    resume: str = knob("auto", "auto: go on from the newest whole checkpoint in out_dir, if any; none: start anew, "
+                       "in an out_dir without any; or the path of one")
+    timeout_s: int = knob(600, "seconds after which a collective that some rank never joins ends the run", least=1)
+    wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline: to files in out_dir)")
+    wandb_project: str = knob("foldmoe", "its project there")
+    run_name: str = knob("", "its name there; empty: theirs")
     on_nan: str = knob("stop", "a step whose gradients are not finite never changes the model; then stop, or "
                        "skip it and go on", choices=("stop", "skip"))
     device: str = knob("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
@@ -99,6 +118,15 @@ def device_of(cfg):
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
+def join(cfg):
+    """Makes this process a rank of the job, if it is not one yet, and returns its device."""
+    device = device_of(cfg)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    parallel.init(device, cfg.timeout_s)
+    return device
+
+
 # --------------------------------------------------------------------------------------------------
 # A step
 
@@ -132,10 +160,7 @@ class Trainer:
     """A model, its optimizer and its data on this rank. bench.py and the tests use the same one."""
 
     def __init__(self, cfg, world=None):
-        self.device = device_of(cfg)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        parallel.init(self.device)
+        self.device = join(cfg)
         sizes = parallel.sizes_of(cfg, world or torch.distributed.get_world_size())
         self.data = data.open_data(cfg.data, cfg.seq_len, cfg.vocab_size)
         self.cfg = cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or self.data.vocab_size,
@@ -227,6 +252,12 @@ class Trainer:
         loss, count = self.layout.world.all_reduce(total).tolist()
         return loss / (count / self.layout.pp.size)     # each stage counted the same labels
 
+    def save(self, done, wandb_id=None):
+        """The state after `done` steps, as a checkpoint in out_dir. Collective."""
+        about = {"config": as_dict(self.cfg), "samples": done * self.cfg.global_batch, "wandb": wandb_id,
+                 "data": str(self.data.folder.resolve()), "tokenizer": self.data.tokenizer}
+        checkpoint.save(self.cfg.out_dir, done, self.cfg.keep, self.model, self.optimizer, self.layout, about)
+
     def sample(self, length=128):
         """A continuation of the first held-out tokens."""
         prompt = self.data.val.ids[:32].tolist()
@@ -239,14 +270,36 @@ class Trainer:
 
 
 class Log:
-    """metrics.jsonl and the console. Every rank calls it; rank 0 writes."""
+    """metrics.jsonl, the console and, if asked, wandb. Every rank calls it; rank 0 writes.
 
-    def __init__(self, trainer):
-        self.trainer, self.cfg, self.history = trainer, trainer.cfg, []
+    folder, done, wandb_id: the checkpoint that the run goes on from, its step and run id. Rows up to there stay
+    (or come along, from another out_dir); later ones will be written again.
+    """
+
+    def __init__(self, trainer, folder=None, done=0, wandb_id=None):
+        self.trainer, self.cfg, self.history, self.stop = trainer, trainer.cfg, [], False
         self.rank, self.world = trainer.layout.world.rank, trainer.layout.world.size
         self.peak = peak_flops(trainer.device, trainer.dtype)
-        Path(self.cfg.out_dir).mkdir(parents=True, exist_ok=True)
-        self.file = open(Path(self.cfg.out_dir) / "metrics.jsonl", "w") if self.rank == 0 else None
+        self.file, self.board = None, None
+        counts = models.parameter_counts(trainer.model)     # all ranks together
+        if self.rank == 0:
+            rows = self.reopen(Path(folder).parent if folder else None, done)
+            self.board = Wandb(self.cfg, counts, wandb_id, rows)
+
+    def reopen(self, source, done):
+        """→ the rows of metrics.jsonl in `source` that stay. The file is never seen half written."""
+        path, rows = Path(self.cfg.out_dir) / "metrics.jsonl", []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if source and (source / path.name).exists():
+            for line in (source / path.name).read_text().splitlines():
+                with contextlib.suppress(ValueError):   # a kill may have cut the last line
+                    rows.append(json.loads(line))
+        rows = [row for row in rows if row["step"] <= done]
+        aside = path.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        aside.rename(path)
+        self.file = open(path, "a")
+        return rows
 
     def print(self, *lines):
         if self.rank == 0:
@@ -309,8 +362,9 @@ class Log:
                    *(f"  {group.name:16} {op:15} {calls:6} {sent / 1e6:9.2f} {group.near(node):8.0%} "
                      f"{group.near(domain):10.0%}" for (group, op), (calls, sent) in rows.items()))
 
-    def step(self, result, val_loss=None):
-        """→ True if the step was finite. Collective: ranks tell each other their times."""
+    def step(self, result, val_loss=None, stop=False):
+        """→ True if the step was finite. Collective: ranks tell each other their times, and whether somebody was
+        asked to stop: then self.stop is set on all of them."""
         cfg, trainer = self.cfg, self.trainer
         (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
         finite, layers = rest[:self.world], n_moe_layers(cfg)
@@ -319,11 +373,11 @@ class Log:
         memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
                   else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         mine = [result.seconds, Clock.seconds(result.spans, "exchange"), Clock.seconds(result.spans, "gemm"),
-                memory / 1e9, self.peak or 0.0]
+                memory / 1e9, self.peak or 0.0, stop]
         times = torch.zeros(self.world, len(mine), dtype=torch.float64)
         times[self.rank] = torch.tensor(mine)
         trainer.layout.world.all_reduce(times)
-        step_s, peak = times[:, 0].max().item(), times[:, 4].mean().item()
+        step_s, peak, self.stop = times[:, 0].max().item(), times[:, 4].mean().item(), bool(times[:, 5].any())
         tokens, assigned = cfg.global_batch * cfg.seq_len, counts.sum().item()
         dropped = 1 - kept / assigned if assigned else 0.0
         tflops = models.flops_per_token(cfg, 1 - dropped) * tokens / self.world / step_s / 1e12
@@ -346,9 +400,12 @@ class Log:
         if self.file:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        if result.step == 1:
+        speak = result.step % cfg.log_interval == 0 or result.step in (1, cfg.max_steps) or val_loss is not None
+        if self.board:
+            self.board.log(row, dict(zip(range(cfg.n_dense_layers, cfg.n_layer), counts)) if speak else {})
+        if len(self.history) == 1:
             self.ledger(result.ledger)
-        if result.step % cfg.log_interval == 0 or result.step in (1, cfg.max_steps) or val_loss is not None:
+        if speak:
             self.console(row)
         if math.isfinite(norm):
             return True
@@ -393,38 +450,279 @@ class Log:
                         "  all four columns are in range"))
 
 
+class Wandb:
+    """One run at Weights & Biases for the whole job, from rank 0. It may be missing, offline or break down at any
+    time: that is a warning, once, and training goes on.
+
+    A resumed run keeps its id and logs every step once. A run that was killed may have logged steps beyond its
+    checkpoint (they come again with the same values, and are left out) or have lost its last ones (`rows`, the
+    metrics up to the checkpoint, fill them in).
+    """
+
+    def __init__(self, cfg, counts, run_id, rows):
+        self.run, self.logged = None, 0
+        if not cfg.wandb:
+            return
+        with self.or_warn():
+            import wandb
+            self.wandb = wandb
+            about = {**as_dict(cfg), **{f"parameters_{name}": count for name, count in counts.items()}}
+            self.run = wandb.init(project=cfg.wandb_project, name=cfg.run_name or None, id=run_id, resume="allow",
+                                  dir=cfg.out_dir, config=about, settings=wandb.Settings(silent=True))
+            self.logged = max(self.run.step - 1, self.last_offline(cfg.out_dir))
+            for row in rows:
+                self.log(row, {})
+
+    @property
+    def id(self):
+        return self.run and self.run.id
+
+    @contextlib.contextmanager
+    def or_warn(self):
+        try:
+            yield
+        except Exception as error:
+            self.run = None
+            print(f"warning: wandb is off, training goes on without it: {type(error).__name__}: "
+                  f"{str(error).strip().partition(chr(10))[0]}", file=sys.stderr, flush=True)
+
+    def last_offline(self, out_dir):
+        """The last step in what earlier offline runs with this id left on disk, or 0. Online the server knows."""
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        files = Path(out_dir).glob(f"wandb/offline-run-*/run-{self.run.id}.wandb")
+        found = (Record.FromString(data) for path in files for data in self.records(path))
+        return max((record.history.step.num for record in found if record.HasField("history")), default=0)
+
+    @staticmethod
+    def records(path):
+        """The records in a file of wandb's: 7 bytes, then a log as LevelDB writes it, in blocks of 32 KiB; a
+        record is whole (kind 1), or in pieces: first, middle, last (2, 3, 4). A kill may have cut the end."""
+        data, at, record = Path(path).read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            room = 2**15 - at % 2**15
+            if room < 7:    # too little for the head of a piece: its checksum, size and kind
+                at += room
+                continue
+            size, kind = struct.unpack_from("<HB", data, at + 4)
+            at += 7 + size
+            if kind not in (1, 2, 3, 4) or at > len(data):
+                return
+            record += data[at - size:at]
+            if kind in (1, 4):
+                yield record
+                record = b""
+
+    def log(self, row, loads):
+        """loads: {layer: tokens per expert before drops}; the histograms have a bar for each expert."""
+        if self.run is None or row["step"] <= self.logged:
+            return
+        with self.or_warn():
+            bars = {f"expert_load/layer_{layer}": self.wandb.Histogram(
+                np_histogram=(load_E.tolist(), list(range(len(load_E) + 1)))) for layer, load_E in loads.items()}
+            self.run.log({**row, **bars}, step=row["step"])
+            self.logged = row["step"]
+
+    def finish(self):
+        if self.run is not None:
+            with self.or_warn():
+                self.run.finish()
+
+
+# --------------------------------------------------------------------------------------------------
+# How a run ends early
+
+
+class Stop(SystemExit):
+    """An end that all ranks reach alike, with the message for the user or an exit code."""
+
+
+def end_with_launcher():
+    """torchrun that is killed cannot end its workers, and they would race the next run: Linux ends them."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != LAUNCHER:    # it died before the line above
+            os._exit(1)
+
+
+class Watch:
+    """Guards the loop, so that no rank outlives the others. `with Watch(...)`:
+
+    - An exception on this rank, also a SystemExit that nobody agreed on, is printed and made known, and ends this
+      process at once.
+    - A failure elsewhere ends this process within a second or two, wherever it waits: a collective of NCCL would
+      wait for ever.
+    - A step that hangs, because some rank never joined a collective, prints where this rank stands, and ends it:
+      after 8 s and five times the slowest step so far, or timeout_s if that is less, as for the first step.
+      Seconds in which the whole process was suspended do not count.
+    - SIGTERM only sets `asked`: the loop ends after its step. torchrun waits 30 s before it kills its workers.
+    """
+
+    def __init__(self, rank, timeout_s):
+        self.rank, self.timeout_s, self.slowest, self.at, self.asked = rank, timeout_s, None, 0, False
+        self.ticks, self.limit, self.done = 0, math.inf, threading.Event()
+        self.store = dist.distributed_c10d._get_default_store()
+        self.main = threading.get_ident()
+
+    @contextlib.contextmanager
+    def step(self, number):
+        """What happens inside is step `number` (from 1), and must not hang."""
+        started = time.monotonic()
+        self.at, self.ticks = number, 0
+        self.limit = self.timeout_s if self.slowest is None else min(self.timeout_s, 8 + 5 * self.slowest)
+        yield
+        self.limit = math.inf
+        self.slowest = max(self.slowest or 0, time.monotonic() - started)
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGTERM, self.ask)
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def ask(self, *_):
+        self.asked = True
+
+    def watch(self):
+        while not self.done.wait(1):
+            self.ticks += 1
+            try:
+                failed = self.store.check(["failed"]) and self.store.get("failed").decode()
+            except Exception:   # the store lives in the launcher or on rank 0
+                failed = "the rank that keeps the store"
+            if failed:
+                self.leave(f"{failed} failed: this rank ends too")
+            if self.ticks > self.limit:
+                stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
+                self.leave(f"has hung in step {self.at} for {self.ticks} s. It stands here:\n{stack}")
+
+    def leave(self, why):
+        print(f"rank {self.rank}: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def __exit__(self, kind, error, trace):
+        if kind is None or issubclass(kind, Stop):
+            self.done.set()
+            self.thread.join()
+            signal.signal(signal.SIGTERM, self.before)
+            return
+        self.done.set()
+        lines = "".join(traceback.format_exception(kind, error, trace))
+        print(f"rank {self.rank} failed in step {self.at}:\n{lines}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            self.store.set("failed", f"rank {self.rank}")
+        os._exit(1)     # an orderly exit could wait for the other ranks
+
+
 # --------------------------------------------------------------------------------------------------
 # The loop
 
 
+def start(cfg, world):
+    """→ (lock, folder and state of the checkpoint to go on from, or None). Ends the program, before anything is
+    built, where that is all there is to do."""
+    def say(line):
+        if world.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    try:
+        lock = checkpoint.lock(cfg.out_dir, world)
+        folder, state, notes = checkpoint.choose(cfg.resume, cfg.out_dir, world)
+        for note in notes:
+            say(f"warning: {note}")
+        if folder is None:
+            return lock, None, None
+        vocab_size = cfg.vocab_size or data.open_data(cfg.data, cfg.seq_len).vocab_size
+        cfg = dataclasses.replace(cfg, vocab_size=vocab_size)
+        if other := checkpoint.other_architecture(cfg, state):
+            knobs = ", ".join(f"{name}={then} (now {now})" for name, then, now in other)
+            raise checkpoint.CheckpointError(f"{folder} is of another model: {knobs}. Set these back or choose "
+                                             f"another out_dir")
+    except checkpoint.CheckpointError as error:
+        say(f"error: {error}")
+        dist.barrier()      # torchrun ends all ranks when the first has ended; the line must be out by then
+        raise Stop(2) from None
+    if state["step"] >= cfg.max_steps:
+        if world.rank == 0:
+            print(f"nothing to do: {folder} is at step {state['step']} of max_steps={cfg.max_steps}. Raise "
+                  f"max_steps, or choose another out_dir than {cfg.out_dir}", flush=True)
+        dist.barrier()
+        raise Stop(0)
+    return lock, folder, state
+
+
 def main(argv):
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    cfg = load(Config, argv, lambda cfg: check(cfg, world))
-    trainer = Trainer(cfg)
-    log = Log(trainer)
-    log.start()
+    end_with_launcher()
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    cfg = load(Config, argv, lambda cfg: check(cfg, ranks))
+    join(cfg)
+    try:
+        run(cfg, ranks)
+    finally:
+        if sys.exc_info()[0] in (None, Stop):   # after another exception the other ranks may not be there
+            parallel.finish()
 
-    pending = None      # the log runs one step behind, so that it never waits for the device
-    for step in range(cfg.max_steps):
-        started = time.perf_counter()
-        result = trainer.step(step)
-        if pending and not log.step(pending) and cfg.on_nan == "stop":
-            raise SystemExit(f"stopped at step {pending.step} (on_nan=stop)")
-        evaluate = cfg.eval_steps and (step + 1 == cfg.max_steps
-                                       or cfg.eval_interval and (step + 1) % cfg.eval_interval == 0)
-        if evaluate or step + 1 == cfg.max_steps:
-            result.read()
-        result.seconds = time.perf_counter() - started
-        pending = result
-        if evaluate or step + 1 == cfg.max_steps:
-            if not log.step(pending, trainer.evaluate() if evaluate else None) and cfg.on_nan == "stop":
-                raise SystemExit(f"stopped at step {pending.step} (on_nan=stop)")
+
+def run(cfg, ranks):
+    lock, folder, state = start(cfg, parallel.Group("world", tuple(range(ranks))))
+    with lock or contextlib.nullcontext():
+        trainer, done, wandb_id = Trainer(cfg), 0, None
+        if folder is not None:
+            checkpoint.load(folder, state, trainer.model, trainer.optimizer, trainer.layout)
+            # a run that branches off into another out_dir is another run
+            done, wandb_id = state["step"], state["wandb"] if folder.parent.samefile(cfg.out_dir) else None
+        log = Log(trainer, folder, done, wandb_id)
+        log.start()
+        if folder is not None:
+            same = ("resume", "out_dir", "vocab_size", "micro_batch")
+            changes = [f"{name} {then} → {now}" for name, then, now in checkpoint.changed_knobs(cfg, state)
+                       if name not in same]
+            log.print(f"going on from {folder}, step {done} of {cfg.max_steps}"
+                      + (f", with other knobs than before: {', '.join(changes)}" if changes else ""))
+        with Watch(log.rank, cfg.timeout_s) as watch:
+            finished = train(trainer, log, watch, done)
+        if finished:
+            log.summary()
+            if cfg.eval_steps:
+                log.print("sample:", trainer.sample())
+        if log.board:
+            log.board.finish()
+
+
+def train(trainer, log, watch, done):
+    """Steps done + 1 to max_steps. → False if it was asked to stop before."""
+    cfg, pending = trainer.cfg, None    # the log runs one step behind, so that it never waits for the device
+
+    def record(result, val_loss=None):
+        if not log.step(result, val_loss, watch.asked) and cfg.on_nan == "stop":
+            raise Stop(f"stopped at step {result.step} (on_nan=stop)")
+
+    for step in range(done, cfg.max_steps):
+        with watch.step(step + 1):
+            started = time.perf_counter()
+            result = trainer.step(step)
+            if pending:
+                record(pending)
+            end = step + 1 == cfg.max_steps
+            evaluate = cfg.eval_steps and (end or cfg.eval_interval and (step + 1) % cfg.eval_interval == 0)
+            save = end or log.stop or cfg.save_interval and (step + 1) % cfg.save_interval == 0
+            if evaluate or save:
+                result.read()
+            result.seconds = time.perf_counter() - started
+        pending, stop = result, log.stop
+        if evaluate or save:
+            record(pending, trainer.evaluate() if evaluate else None)
             pending = None
-
-    log.summary()
-    if cfg.eval_steps:
-        log.print("sample:", trainer.sample())
-    parallel.finish()
+        if save:
+            try:
+                trainer.save(step + 1, log.board and log.board.id)
+            except checkpoint.CheckpointError as error:
+                raise Stop(f"error: {error}" if log.rank == 0 else 1) from None
+        if stop and not end:
+            log.print(f"asked to stop: saved after step {step + 1} of {cfg.max_steps}; the same command goes on")
+            return False
+    return True
 
 
 if __name__ == "__main__":

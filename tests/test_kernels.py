@@ -359,7 +359,7 @@ def test_training_equals_the_torch_back_end(tokens, world, wide, knobs):
 @pytest.mark.parametrize("args, change, words", [
     ([], {}, ["gemm=triton needs a GPU", "cpu", "gemm=torch"]),
     ([], dict(triton=None), ["gemm=triton", "not installed", "gemm=torch"]),
-    (["--d_expert=18"], dict(INTERPRETED=True), ["d_expert=18", "multiple of 4", "gemm=torch"]),
+    (["--d_expert=18"], dict(INTERPRETED=True), ["d_expert/etp=18", "multiple of 4", "gemm=torch"]),
     (["--d_model=36", "--n_head=2", "--precision=bf16"], dict(INTERPRETED=True), ["d_model=36", "multiple of 8"]),
     (["--comm_sms=-1"], dict(INTERPRETED=True), ["comm_sms", "at least 0", "-1"]),
 ], ids=["no GPU", "no triton", "odd width", "odd width in bf16", "negative comm_sms"])
