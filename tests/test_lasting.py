@@ -201,6 +201,16 @@ def test_a_run_killed_in_a_step_and_in_a_save_goes_on_as_if_nothing_had_happened
     assert "step_000009" in done.stderr
 
 
+def test_workers_that_are_not_in_the_loop_yet_end_with_their_launcher(tmp_path, text):
+    """Nobody watches the others there, and a rerun would meet their lock."""
+    busy = "checkpoint.lock = lambda *_: (open(f'busy.{rank}', 'w').close(), time.sleep(100))\n"
+    job = launch(tmp_path, 2, f"--data={text}", "--max_steps=2", extra=busy)
+    until(lambda: all((tmp_path / f"busy.{rank}").exists() for rank in range(2)), job, tmp_path)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    gone(tmp_path, 2)
+
+
 # ---- failures ----
 
 
