@@ -248,6 +248,9 @@ class Group:
             dist.all_reduce(x, op, group=self.pg)
         return x
 
+    def sum(self, x):
+        return self.all_reduce(x.clone())
+
     def start_all_gather(self, x):
         """Starts all_gather. Returns (out, work): out must not be read before work.wait(), nor x changed."""
         if self.size == 1:
@@ -401,52 +404,32 @@ class Layout:
 # holds other tokens of the residual stream (sequence parallelism); a sharded matrix first gathers them.
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, group, x):
-        ctx.group = group
-        return group.all_gather(x)
+class _Collective(torch.autograd.Function):
+    """A collective forward and its adjoint backward, by the names of Group's methods."""
 
     @staticmethod
-    def backward(ctx, dy):
-        return None, ctx.group.reduce_scatter(dy)
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, group, x):
-        ctx.group = group
-        return group.reduce_scatter(x)
+    def forward(ctx, x, group, name, adjoint):
+        ctx.group, ctx.adjoint = group, adjoint
+        return getattr(group, name)(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return None, ctx.group.all_gather(dy)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, group, x):
-        ctx.group = group
-        return group.all_reduce(x.clone())
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None, ctx.group.all_reduce(dy.clone())
+        return getattr(ctx.group, ctx.adjoint)(dy), None, None, None
 
 
 def gather(x, group):
     """[n, ...] → [size·n, ...] of all ranks; every rank's use of it counts towards the gradient."""
-    return _Gather.apply(group, x)
+    return _Collective.apply(x, group, "all_gather", "reduce_scatter")
 
 
 def scatter(x, group):
     """[size·n, ...] → this rank's [n, ...] of the sum over ranks."""
-    return _Scatter.apply(group, x)
+    return _Collective.apply(x, group, "reduce_scatter", "all_gather")
 
 
 def sum_over(x, group):
     """The sum of x over ranks, of which every rank uses its copy."""
-    return _Sum.apply(group, x)
+    return _Collective.apply(x, group, "sum", "sum")
 
 
 class _Column(torch.autograd.Function):

@@ -45,7 +45,8 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
     knobs = [f"--data={text}", "--optimizer=sgd", "--lr=0.1", "--capacity_factor=0", "--aux_loss_coef=0",
              "--eval_interval=2", "--eval_steps=2"]
     rows = []
-    layouts = ((1, 1, []), (4, 1, ["--ep=4", "--micro_batch=1"]), (4, 2, ["--pp=2", "--ep=2", "--micro_batch=1"]))
+    layouts = ((1, 1, []), (4, 1, ["--ep=4", "--micro_batch=1"]), (4, 2, ["--pp=2", "--ep=2", "--micro_batch=1"]),
+               (4, 1, ["--tp=2", "--cp=2", "--etp=2", "--ep=2"]))
     for i, (ranks, pp, more) in enumerate(layouts):
         (tmp_path / str(i)).mkdir()
         done, written = run(tmp_path / str(i), ranks, *knobs, *more)
@@ -57,7 +58,7 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
                      "expert utilization", "sample:"):
             assert word in done.stdout, (ranks, word, done.stdout)
     assert [[r["step"] for r in run_] for run_ in rows] == [[1, 2, 3, 4, 5]] * len(layouts)
-    for one, four in [*zip(rows[0], rows[1]), *zip(rows[0], rows[2])]:
+    for one, four in [pair for other in rows[1:] for pair in zip(rows[0], other)]:
         assert KEYS <= one.keys() == four.keys()
         assert four["tokens"] == one["tokens"] == one["step"] * 8 * 16
         for key in ("loss", "grad_norm", "val_loss"):
