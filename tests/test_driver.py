@@ -369,7 +369,7 @@ def test_nan_in_one_token_on_one_rank_skips_the_step_everywhere(pool, tokens, wo
 
 
 def main_on_rank(argv):
-    """train.main as torchrun would start it, with NaN in the second step of the last rank. → how it ended, how many
+    """train.main as torchrun would start it, with NaN in the second step of rank 3. → how it ended, how many
     steps were taken."""
     import train
     plain, taken = train.Trainer.step, []
@@ -379,8 +379,8 @@ def main_on_rank(argv):
         with broken(self, 3) if n == 1 else contextlib.nullcontext():
             return plain(self, n)
 
-    os.environ |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    with replaced(train.Trainer, "step", step), replaced(torch.distributed, "destroy_process_group", lambda: None):
+    os.environ |= {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+    with replaced(train.Trainer, "step", step), replaced(parallel, "finish", lambda: None):
         try:
             train.main(argv)
             return None, len(taken)
@@ -392,11 +392,11 @@ def main_on_rank(argv):
 
 def test_every_rank_stops_after_the_same_step(pool, tokens, tmp_path):
     argv = [f"--{k}={v}" for k, v in dict(SMALL, data=tokens, global_batch=8, max_steps=4).items()]
-    stop = pool.run(4, main_on_rank, [*argv, "--on_nan=stop", f"--out_dir={tmp_path}/a"])
+    stop = pool.run(8, main_on_rank, [*argv, "--on_nan=stop", f"--out_dir={tmp_path}/a"])
     assert len(set(stop)) == 1 and stop[0][0] not in (None, 0) and "step 2" in str(stop[0][0])
     assert stop[0][1] <= 3, "it may be one step ahead"
-    skip = pool.run(4, main_on_rank, [*argv, "--on_nan=skip", f"--out_dir={tmp_path}/b"])
-    assert skip == [(None, 4)] * 4
+    skip = pool.run(8, main_on_rank, [*argv, "--on_nan=skip", f"--out_dir={tmp_path}/b"])
+    assert skip == [(None, 4)] * 8
 
 
 def ignored(tokens, labels, windows):
