@@ -31,18 +31,18 @@ SMALL = dict(vocab_size=64, n_layer=3, n_dense_layers=1, d_model=32, d_ff=48, n_
 
 
 class Pool:
-    """RANKS processes joined in one gloo job. `run(world, fn, *args, **kwargs)` calls fn on the first `world` of
+    """Processes joined in one gloo job. `run(world, fn, *args, **kwargs)` calls fn on the first `world` of
     them and returns the results in rank order. A failure shows the traceback of the rank that failed."""
 
-    def __init__(self):
-        self.workers = []
+    def __init__(self, ranks=RANKS):
+        self.ranks, self.workers = ranks, []
 
     def _start(self):
         spawn = multiprocessing.get_context("spawn")
         folder = tempfile.mkdtemp()
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, f"{folder}/store", theirs), daemon=True)
+            process = spawn.Process(target=_serve, args=(rank, self.ranks, f"{folder}/store", theirs), daemon=True)
             process.start()
             self.workers.append((process, mine))
 
@@ -82,7 +82,7 @@ class Pool:
         self.workers = []
 
 
-def _serve(rank, store, pipe):
+def _serve(rank, ranks, store, pipe):
     torch.set_num_threads(1)
     # torch names a group by its ranks and by how many groups this rank has made before. In one job all ranks
     # make equally many; here the ranks of a small world make more than the others, so only groups of the same
@@ -94,7 +94,7 @@ def _serve(rank, store, pipe):
         return ranks + str(sum(other.startswith(ranks) for other in c10d._world.pg_names.values()))
 
     c10d._hash_ranks_to_str = name
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     while True:
         job = pickle.loads(pipe.recv_bytes())
         try:

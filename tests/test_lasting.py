@@ -17,6 +17,7 @@ from pathlib import Path
 import checkpoint
 import harness
 import numpy as np
+import parallel
 import pytest
 import torch
 from harness import replaced
@@ -295,7 +296,15 @@ def test_sigterm_to_the_launcher_saves_and_wandb_goes_on(tmp_path, text):
         assert found["parameters_total"] > found["parameters_active"] > 0
 
 
-# ---- main in the pool ----
+# ---- main in a pool ----
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A whole job is all ranks of a pool: here four."""
+    pool = harness.Pool(4)
+    yield pool
+    pool.close()
 
 
 def main_on_rank(argv, prepare=None):
@@ -306,7 +315,7 @@ def main_on_rank(argv, prepare=None):
     os.environ |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": str(rank)}
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(torch.distributed, "destroy_process_group", lambda: None))
+            stack.enter_context(replaced(parallel, "finish", lambda: None))
             if prepare:
                 stack.enter_context(replaced(train.Trainer, "step", prepare(train.Trainer.step, rank)))
             stack.enter_context(contextlib.redirect_stdout(out))
