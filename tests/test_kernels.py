@@ -25,7 +25,7 @@ pool = None
 @pytest.fixture(scope="module", autouse=True)
 def interpreter():
     global pool
-    pool = harness.Pool()
+    pool = harness.Pool(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         pool.run(1, int)    # the processes start now
