@@ -78,7 +78,7 @@ class Plan:
     def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp):
         self.experts_TK, self.ep, self.etp, self.capacity = experts_TK, ep, etp, capacity
         self.num_experts, self.device = num_experts, experts_TK.device
-        self.num_local = num_experts // ep.size
+        self.num_local, self.stays = num_experts // ep.size, ep.size * etp.size == 1
         # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
         self.send = self.recv = self.share = self.groups = None
         T, K = experts_TK.shape
@@ -121,10 +121,14 @@ class Plan:
         Out: to the experts' ranks over ep, then to all ranks that share these experts over etp. Back: each of
         them has computed a part of every result; the parts go to the rank whose ep peers sent the row, are
         summed there, and go home over ep."""
-        if self.ep.size * self.etp.size == 1:
+        if self.stays:
             yield       # no way to go, but every exchange is one turn
         if direction == "counts":
             return (yield from self._travel_counts())
+        if self.stays:
+            if weights is not None and direction == "out":
+                self._arrived(weights)
+            return [rows] if weights is None else [rows, weights]
         return (yield from (self._travel_out if direction == "out" else self._travel_back)(rows, weights))
 
     def _travel_counts(self):
@@ -210,9 +214,28 @@ class Plan:
         self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
         self.groups = Groups.packed(ends.view(L, W)[:, -1].to(torch.int32), Q)
 
+    @property
+    def token_S(self):
+        """The token in each slot, -1 if it is empty."""
+        return torch.where(self.choice_S < 0, -1, self.choice_S // self.slot_TK.shape[1])
+
+    def expert_rows(self):
+        """(row, slots) for the experts' first product, as `permute` takes them: which of the arrived rows each of
+        theirs is, and where each arrived row went. (None, None): they take them as they lie."""
+        if not self.stays:
+            return self.row_R, None if self.row_R is None else self.place_Q[:, None]
+        if self.row_R is None:
+            return self.token_S, self.slot_TK
+        return _through(self.token_S, self.row_R), _through(self.place_Q, self.slot_TK)
+
     def shape_home(self, rows):
         """The shape that results sent back have at home."""
         return (len(self.choice_S), rows.shape[1])
+
+
+def _through(second, first):
+    """The map `first`, then `second`; -1 leads nowhere."""
+    return torch.where(first < 0, -1, second[first.clamp_min(0)]) if len(second) else first
 
 
 def _pack(rows, weights):
@@ -229,19 +252,17 @@ def _unpack(wire, D):
 
 
 def dispatch(x_TD, weights_TK, plan):
-    """Fill the slots: rows [S, D], weights [S] with -1 in empty slots, differentiable in both."""
+    """Fill the slots: rows [S, D], weights [S] with -1 in empty slots, differentiable in both. Where no row travels,
+    the rows are x_TD itself, and the experts gather from there."""
     T, K = plan.slot_TK.shape
-    token_S = torch.where(plan.choice_S < 0, -1, plan.choice_S // K)
-    rows_SD = permute(x_TD, token_S, plan.slot_TK)
+    rows_SD = x_TD if plan.stays else permute(x_TD, plan.token_S, plan.slot_TK)
     weights_S = permute(weights_TK.reshape(T * K, 1), plan.choice_S, plan.slot_TK.view(T * K, 1)).flatten()
     return rows_SD, weights_S.masked_fill(plan.choice_S < 0, -1)
 
 
 def combine(rows_SD, plan):
     """Each token's sum over its slots, [T, D]; a dropped assignment contributes zero."""
-    K = plan.slot_TK.shape[1]
-    token_S = torch.where(plan.choice_S < 0, -1, plan.choice_S // K)
-    return unpermute(rows_SD, plan.slot_TK, token_S)
+    return unpermute(rows_SD, plan.slot_TK, plan.token_S)
 
 
 def by_expert(rows_QD, plan):

@@ -196,8 +196,7 @@ class Experts(nn.Module):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
         backward needs no expert output. The first product gathers its rows itself."""
         p_R = by_expert(weights_Q[:, None], plan).flatten()
-        place_Q1 = None if plan.row_R is None else plan.place_Q[:, None]
-        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, plan.row_R, place_Q1)
+        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows())
         y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.groups)
         return by_source(y_RD, plan)
 
