@@ -115,10 +115,12 @@ def test_the_tape_holds_no_exchanged_buffer(pool, tokens, world):
     for results in pool.run(world, buffers_alive, variants, world):
         for knobs, ((n, after_forward), (m, after_backward)) in zip(variants, results):
             assert m > n >= 8, "exchanges are watched"
-            assert after_forward == after_backward == [], knobs
-    kept, = pool.run(1, buffers_alive, [dict(data=tokens, recompute=("moe",))], 1)[0]
+            # where no row travels, what is sent is the tokens themselves, which the router keeps anyway
+            tokens_kept = {"sent out", "arrived out"} if world == 1 and not knobs["recompute"] else set()
+            assert set(after_forward) <= tokens_kept and after_backward == [], knobs
+    kept, = pool.run(2, buffers_alive, [dict(data=tokens, recompute=("moe",))], 2)[0]
     # recomputing the experts keeps what they received: so a kept buffer is seen
-    assert kept[0][1] and set(kept[0][1]) <= {"sent out", "arrived out"} and kept[1][1] == []
+    assert kept[0][1] and set(kept[0][1]) <= {"sent out", "arrived out", "on the wire"} and kept[1][1] == []
 
 
 def unused_arrivals():
