@@ -155,6 +155,10 @@ class Result:
             self.event.synchronize()
         return self.sums.tolist()
 
+    def finite(self, world):
+        """[1 or 0 for every rank: was its loss finite]."""
+        return self.read()[3:3 + world]
+
 
 class Trainer:
     """A model, its optimizer and its data on this rank. bench.py and the tests use the same one."""
@@ -269,6 +273,61 @@ class Trainer:
 # What the user sees
 
 
+def measure(trainer, result, peak, stop=False):
+    """→ (the row of metrics.jsonl for a step, tokens per expert before drops [layers, E], whether some rank was
+    asked to stop). Collective: ranks tell each other their times. peak: of this rank, FLOPS, or None."""
+    cfg, world = trainer.cfg, trainer.layout.world
+    (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
+    layers = n_moe_layers(cfg)
+    loads = torch.tensor(rest[world.size:], dtype=torch.float64).view(layers, 1 + cfg.num_experts)
+    kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
+    memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
+              else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    mine = [result.seconds, Clock.seconds(result.spans, "exchange"), Clock.seconds(result.spans, "gemm"),
+            memory / 1e9, peak or 0.0, stop]
+    times = torch.zeros(world.size, len(mine), dtype=torch.float64)
+    times[world.rank] = torch.tensor(mine)
+    world.all_reduce(times)
+    step_s, peak, stop = times[:, 0].max().item(), times[:, 4].mean().item(), bool(times[:, 5].any())
+    tokens, assigned = cfg.global_batch * cfg.seq_len, counts.sum().item()
+    dropped = 1 - kept / assigned if assigned else 0.0
+    tflops = models.flops_per_token(cfg, 1 - dropped) * tokens / world.size / step_s / 1e12
+    # three products, each forward and twice backward, and forward again where experts are recomputed
+    gemm_flops = kept * 6 * cfg.d_expert * cfg.d_model * (4 if cfg.recompute else 3)
+    gemm_room = (times[:, 2] * times[:, 4]).sum().item()
+    row = {
+        "step": result.step, "tokens": result.step * tokens, "loss": loss,
+        "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1), "lr": result.lr, "grad_norm": norm,
+        "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
+        "drop_fraction": dropped,
+        "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
+        "a2a_share": (times[:, 1] / times[:, 0]).mean().item(),
+        "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
+        "memory_gb": times[:, 3].max().item(), "step_s": step_s}
+    row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return row, counts, stop
+
+
+def columns(rows):
+    """What explains a slow run, as means over some rows: [(name, value, whether it is fine, advice if not)].
+    Nothing where no row saw a token routed."""
+    rows = [row for row in rows if row["load_imbalance"]]
+    if not rows:
+        return []
+    mean = lambda name: sum(row[name] or 0 for row in rows) / len(rows)
+    balance, overflow, exposed = 1 / mean("load_imbalance"), mean("drop_fraction"), mean("a2a_share")
+    efficiency = mean("gemm_efficiency")
+    return [
+        ("expert utilization", balance, balance > 0.7,
+         "some experts wait for the fullest: raise aux_loss_coef, or set bias_update_rate=1e-3"),
+        ("overflow", overflow, overflow < 0.05, "tokens are dropped: raise capacity_factor"),
+        ("exposed all-to-all", exposed, exposed < 0.15,
+         "exchanges are not hidden: give overlap=pair two microbatches or more (lower micro_batch), or lower ep"),
+        ("GEMM efficiency", efficiency, efficiency > 0.5,
+         "experts see too few rows at once: raise micro_batch or lower ep"),
+    ]
+
+
 class Log:
     """metrics.jsonl, the console and, if asked, wandb. Every rank calls it; rank 0 writes.
 
@@ -365,37 +424,10 @@ class Log:
     def step(self, result, val_loss=None, stop=False):
         """→ True if the step was finite. Collective: ranks tell each other their times, and whether somebody was
         asked to stop: then self.stop is set on all of them."""
-        cfg, trainer = self.cfg, self.trainer
-        (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
-        finite, layers = rest[:self.world], n_moe_layers(cfg)
-        loads = torch.tensor(rest[self.world:], dtype=torch.float64).view(layers, 1 + cfg.num_experts)
-        kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
-        memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
-                  else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        mine = [result.seconds, Clock.seconds(result.spans, "exchange"), Clock.seconds(result.spans, "gemm"),
-                memory / 1e9, self.peak or 0.0, stop]
-        times = torch.zeros(self.world, len(mine), dtype=torch.float64)
-        times[self.rank] = torch.tensor(mine)
-        trainer.layout.world.all_reduce(times)
-        step_s, peak, self.stop = times[:, 0].max().item(), times[:, 4].mean().item(), bool(times[:, 5].any())
-        tokens, assigned = cfg.global_batch * cfg.seq_len, counts.sum().item()
-        dropped = 1 - kept / assigned if assigned else 0.0
-        tflops = models.flops_per_token(cfg, 1 - dropped) * tokens / self.world / step_s / 1e12
-        # three products, each forward and twice backward, and forward again where experts are recomputed
-        gemm_flops = kept * 6 * cfg.d_expert * cfg.d_model * (4 if cfg.recompute else 3)
-        gemm_room = (times[:, 2] * times[:, 4]).sum().item()
-        row = {
-            "step": result.step, "tokens": result.step * tokens, "loss": loss,
-            "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1), "lr": result.lr, "grad_norm": norm,
-            "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
-            "drop_fraction": dropped,
-            "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
-            "a2a_share": (times[:, 1] / times[:, 0]).mean().item(),
-            "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
-            "memory_gb": times[:, 3].max().item(), "step_s": step_s}
+        cfg = self.cfg
+        row, counts, self.stop = measure(self.trainer, result, self.peak, stop)
         if val_loss is not None:
-            row["val_loss"] = val_loss
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            row["val_loss"] = val_loss if math.isfinite(val_loss) else None
         self.history.append(row)
         if self.file:
             self.file.write(json.dumps(row) + "\n")
@@ -407,9 +439,9 @@ class Log:
             self.ledger(result.ledger)
         if speak:
             self.console(row)
-        if math.isfinite(norm):
+        if row["grad_norm"] is not None:
             return True
-        blame = [str(r) for r, ok in enumerate(finite) if not ok]
+        blame = [str(r) for r, ok in enumerate(result.finite(self.world)) if not ok]
         self.print(f"step {result.step}: gradients are not finite, the model was left as it was"
                    + (f" (the loss was not finite on rank {', '.join(blame)})" if blame else ""))
         return False
@@ -432,22 +464,10 @@ class Log:
 
     def summary(self):
         """The four columns that explain a slow run, and what to do about the first that is out of range."""
-        rows = [r for r in self.history if r["load_imbalance"]][-20:]
-        if not rows:
-            return
-        mean = lambda name: sum(r[name] or 0 for r in rows) / len(rows)
-        columns = [
-            ("expert utilization", 1 / mean("load_imbalance"), lambda v: v > 0.7,
-             "some experts wait for the fullest: raise aux_loss_coef, or set bias_update_rate=1e-3"),
-            ("overflow", mean("drop_fraction"), lambda v: v < 0.05, "tokens are dropped: raise capacity_factor"),
-            ("exposed all-to-all", mean("a2a_share"), lambda v: v < 0.15,
-             "exchanges are not hidden: give overlap=pair two microbatches or more (lower micro_batch), or lower ep"),
-            ("GEMM efficiency", mean("gemm_efficiency"), lambda v: v > 0.5,
-             "experts see too few rows at once: raise micro_batch or lower ep"),
-        ]
-        self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} {v:6.0%}" for n, v, _, _ in columns))
-        self.print(next((f"  {name}: {advice}" for name, v, fine, advice in columns if not fine(v)),
-                        "  all four columns are in range"))
+        if found := columns([r for r in self.history if r["load_imbalance"]][-20:]):
+            self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} {v:6.0%}" for n, v, *_ in found))
+            self.print(next((f"  {name}: {advice}" for name, _, fine, advice in found if not fine),
+                            "  all four columns are in range"))
 
 
 class Wandb:
