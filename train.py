@@ -139,8 +139,8 @@ class Result:
     """What a step leaves behind for the log. Sums over all ranks are on their way to the host: reading them
     at once would stop a GPU, so `read` them a step later."""
 
-    def __init__(self, step, lr, norm, sums):
-        self.step, self.lr, self.seconds = step, lr, 0.0
+    def __init__(self, step, lr, norm, sums, rerun=False):
+        self.step, self.lr, self.rerun, self.seconds = step, lr, rerun, 0.0
         self.spans, self.ledger, self.event = clock.take(), ledger.take(), None
         sums = torch.cat([sums, norm[None].double()])
         if sums.is_cuda:
@@ -171,7 +171,8 @@ class Trainer:
                                              micro_batch=cfg.micro_batch or cfg.global_batch // sizes.dp)
         self.layout = parallel.Layout(sizes, self.device)
         self.microbatches = cfg.global_batch // (sizes.dp * cfg.micro_batch)
-        self.capacity = dispatch.capacity(cfg, cfg.micro_batch * cfg.seq_len // (sizes.cp * sizes.tp))
+        self.capacity = dispatch.capacity(cfg, cfg.micro_batch * cfg.seq_len // (sizes.cp * sizes.tp),
+                                          dispatch.sharing(cfg, sizes.ep))
         with torch.device("meta"):
             self.model = models.Model(cfg, self.layout)
         self.dtype = dtype_of(cfg.precision, self.device)
@@ -183,14 +184,16 @@ class Trainer:
     def _batch(self, tokens, windows, **how):
         return moe.Batch(self.layout, *data.batch(tokens, windows, self.cfg.seq_len), **how)
 
-    def batches(self, step):
-        """This rank's microbatches of step `step` (from 0)."""
+    def batches(self, step, capacity=None):
+        """This rank's microbatches of step `step` (from 0), with `capacity` slots (by default the configured ones;
+        0: dropless)."""
+        capacity = self.capacity if capacity is None else capacity
         cfg, n = self.cfg, self.data.train.n_windows(self.cfg.seq_len)
         for i in range(self.microbatches):
             ids = data.sample_ids(step, i, self.layout.dp.rank, global_batch=cfg.global_batch,
                                   micro_batch=cfg.micro_batch, dp=self.layout.dp.size)
             windows = [data.window_of(cfg.seed, j, n) for j in ids]
-            yield self._batch(self.data.train, windows, capacity=self.capacity,
+            yield self._batch(self.data.train, windows, capacity=capacity,
                               aux_scale=1 / (self.microbatches * self.layout.dp.size))
 
     def forward_backward(self, batches):
@@ -216,6 +219,9 @@ class Trainer:
         """One optimizer step (from 0)."""
         rank, world = self.layout.world.rank, self.layout.world.size
         loss, valid = self.forward_backward(list(self.batches(step)))
+        rerun = self.cfg.on_overflow == "rerun" and self.overflowed()
+        if rerun:   # everything that a forward and backward leaves behind is cleared before the next one
+            loss, valid = self.forward_backward(list(self.batches(step, capacity=0)))
         norm = self.optimizer.reduce()
         skip = ~norm.isfinite()
         finite = torch.zeros(world, dtype=torch.float64, device=self.device)
@@ -236,7 +242,14 @@ class Trainer:
                 layer.router.update_bias(loads[i - self.cfg.n_dense_layers, 1:], skip)
         lr = optim.learning_rate(self.cfg, step, self.cfg.max_steps)
         self.optimizer.step(lr, norm, skip)
-        return Result(step + 1, lr, norm, sums)
+        return Result(step + 1, lr, norm, sums, rerun)
+
+    def overflowed(self):
+        """Did any rank drop a choice since the last forward_backward began? The host waits for the answer."""
+        stats = [layer.stats for layer in self.model.moes.values()]
+        dropped = sum(((s.counts_E - s.kept_E).sum() for s in stats), torch.zeros((), dtype=torch.int64,
+                                                                                  device=self.device))
+        return self.layout.world.all_reduce(dropped).item() > 0
 
     def evaluate(self):
         """Mean cross entropy over the first eval_steps global batches of held-out text, or all there is.
@@ -299,7 +312,7 @@ def measure(trainer, result, peak, stop=False):
         "step": result.step, "tokens": result.step * tokens, "loss": loss,
         "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1), "lr": result.lr, "grad_norm": norm,
         "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
-        "drop_fraction": dropped,
+        "drop_fraction": dropped, **({"rerun": int(result.rerun)} if cfg.on_overflow == "rerun" else {}),
         "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
         "a2a_share": (times[:, 1] / times[:, 0]).mean().item(),
         "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
@@ -390,7 +403,8 @@ class Log:
             f"= {s.dp} dp × {trainer.microbatches} microbatches × {cfg.micro_batch} sequences",
             *self.pipeline(),
             f"experts {cfg.num_experts}, top-{cfg.top_k}, "
-            + (f"capacity {trainer.capacity} per source rank and expert" if trainer.capacity else "dropless"),
+            + (f"capacity {trainer.capacity} per source rank and {cfg.capacity_scope}" if trainer.capacity
+               else "dropless"),
             f"data {len(trainer.data.train):,} tokens, {cfg.max_steps} steps are "
             f"{cfg.max_steps * cfg.global_batch / trainer.data.train.n_windows(cfg.seq_len):.2f} epochs")
         if cfg.force_balance:
