@@ -183,3 +183,66 @@ def test_losses_with_reruns_are_those_of_dropless(pool, tokens):
 def test_the_log_tells_of_reruns(pool, tokens):
     rows = pool.run(4, harness.log_rows, dict(RERUN, data=tokens), 4, steps=2)[0]
     assert [row["rerun"] for row in rows] == [1, 1] and [row["drop_fraction"] for row in rows] == [0, 0]
+
+
+# ---- defer_wgrad ----
+
+DEFERRED = {
+    "ep 4": dict(ep=4),
+    "tp 2, ep 2": dict(tp=2, ep=2),
+    "ep 2, etp 2": dict(ep=2, etp=2),
+    "pp 2, ep 2": dict(pp=2, ep=2),
+    "recompute": dict(ep=4, recompute=("full",)),
+    "recompute experts": dict(ep=4, recompute=("moe",), capacity_factor=1.0),
+    "tied": dict(pp=2, ep=2, tie_embeddings=True, n_head=2),
+}
+
+
+def test_deferred_or_not_paired_or_not_gradients_are_bit_equal(pool, tokens):
+    variants = [dict(data=tokens, micro_batch=1, overlap=overlap, defer_wgrad=defer) | knobs
+                for knobs in DEFERRED.values() for overlap in ("none", "pair") for defer in (False, True)]
+    for rank, found in enumerate(pool.run(4, run_layouts, variants, 4, steps=1)):
+        for name, four in zip(DEFERRED, zip(*[iter(found)] * 4)):
+            assert all(bit_equal(four[0], other) for other in four[1:]), (name, rank)
+
+
+def order_of_work(knobs, world):
+    """→ what one microbatch's backward does: launches, waits and expert weight gradients, in order."""
+    import kernels
+    import parallel
+    import train
+    trainer = train.Trainer(harness.config(**knobs), world)
+    events, send, multiply = [], parallel.Group.all_to_all, kernels.gemm_experts
+
+    class Waited:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events.append("wait")
+            self.work.wait()
+
+    def all_to_all(*args):
+        events.append("launch")
+        out, work = send(*args)
+        return out, Waited(work)
+
+    def gemm_experts(*args, **kwargs):
+        events.append("weight gradient")
+        return multiply(*args, **kwargs)
+
+    with harness.replaced(parallel.Group, "all_to_all", all_to_all), harness.replaced(
+            kernels, "gemm_experts", gemm_experts):
+        trainer.forward_backward(list(trainer.batches(0)))
+    assert not kernels._queue
+    return events
+
+
+def test_weight_gradients_are_computed_while_gradients_travel(pool, tokens):
+    knobs = dict(data=tokens, global_batch=4, micro_batch=1, ep=4, capacity_factor=1.0)
+    for defer in (True, False):
+        for events in pool.run(4, order_of_work, dict(knobs, defer_wgrad=defer), 4):
+            at = [i for i, event in enumerate(events) if event == "weight gradient"]
+            assert len(at) == 4     # two products in each of two layers
+            flying = [events[:i].count("launch") - events[:i].count("wait") for i in at]
+            assert flying == [int(defer)] * 4, events
