@@ -4,6 +4,8 @@
     python bench.py kernels                                   GEMMs, gathers and SwiGLU beside what they replace
     python bench.py kernels --check                           correctness first, on the device at hand
     python bench.py kernels --tune                            on a GPU: proposes entries of kernels.TILES
+    python bench.py ab "--overlap=none" "--overlap=pair"      any two variants, alternated in one run
+    python bench.py overlap                                   what overlap hides on a network slowed down on purpose
 
 Every command takes --help, and --json=FILE to keep what it prints. A figure is a median of repeated runs on an
 idle machine and names its device. On a CPU `kernels` measures the torch back-end at a fraction of the rows and
@@ -17,10 +19,14 @@ import functools
 import itertools
 import json
 import os
+import re
+import shlex
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,23 +37,21 @@ import kernels
 import optim
 import parallel
 import train
-from settings import knob, load
+from settings import as_dict, knob, load
 
 # --------------------------------------------------------------------------------------------------
 # Shared by the commands
 
 
-def launch(nproc):
-    """Runs this very command on nproc ranks and exits as they do, unless these are the ranks already. (torchrun
-    would answer a result that is not equal with a page about failed workers.)"""
-    if "RANK" in os.environ:
-        return
+def start_ranks(nproc, argv, **env):
+    """Runs this program with `argv` on nproc ranks. → 0 if all of them end well, else 1. (torchrun would answer a
+    result that is not equal with a page about failed workers.)"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc)}
-    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {
+              "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc), **env}
+    ranks = [subprocess.Popen([sys.executable, *argv], env=os.environ | {
         name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
         for rank in range(nproc)]
     try:
@@ -57,7 +61,32 @@ def launch(nproc):
     finally:
         for rank in ranks:
             rank.kill()
-    sys.exit(max((rank.wait() for rank in ranks), key=abs) and 1)
+    return max((rank.wait() for rank in ranks), key=abs) and 1
+
+
+def launch(nproc):
+    """Runs this very command on nproc ranks and exits as they do, unless these are the ranks already."""
+    if "RANK" not in os.environ:
+        sys.exit(start_ranks(nproc, sys.argv))
+
+
+def world_of(argv, nproc):
+    """How many ranks a command will have, before its knobs are read: torchrun's, --nproc's, or the default."""
+    given = next((a.partition("=")[2] for a in argv if a.startswith("--nproc=")), str(nproc))
+    return int(os.environ.get("WORLD_SIZE", given if given.isdigit() else 1))
+
+
+def say(*lines):
+    """Prints from rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*lines, sep="\n", flush=True)
+
+
+def say_error(problem):
+    """Ends the command with one line, exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def table(rows, formats):
@@ -129,8 +158,7 @@ def check(argv):
     """Is my loss right? Runs a few SGD steps under a layout and on one process, and compares every gradient.
     What may differ between layouts for a good reason is switched off: dropping, the auxiliary losses (their
     means are taken over other tokens), low precision."""
-    nproc = next((a.partition("=")[2] for a in argv if a.startswith("--nproc=")), CheckConfig.nproc)
-    world = int(os.environ.get("WORLD_SIZE", nproc if str(nproc).isdigit() else 1))
+    world = world_of(argv, CheckConfig.nproc)
     cfg = load(CheckConfig, argv, lambda cfg: train.check(cfg, world))
     launch(cfg.nproc)
     cfg = dataclasses.replace(cfg, optimizer="sgd", decay="constant", warmup_steps=0, lr=0.1, capacity_factor=0.0,
@@ -334,8 +362,246 @@ class Shape:
 
 
 # --------------------------------------------------------------------------------------------------
+# ab: two variants, alternated
 
-COMMANDS = {"check": check, "kernels": kernels_command}
+
+@dataclass
+class AbConfig(train.Config):
+    """Knobs of `python bench.py ab "OPTIONS A" "OPTIONS B"`; those behind the two count for both."""
+
+    program = 'bench.py ab "OPTIONS A" "OPTIONS B"'
+
+    nproc: int = knob(4, "ranks to start, unless torchrun started them", least=1)
+    rounds: int = knob(5, "turns of each variant: A B A B ...", least=1)
+    steps: int = knob(4, "optimizer steps in a turn", least=1)
+    force: bool = knob(False, "compare variants that differ in model, precision, sequence length, batch or data")
+    json: str = knob("", "file for the figures")
+
+
+# What may differ of the model all the same: it changes what is learned, not what is computed
+OF_LEARNING = {"aux_loss_coef", "aux_loss_scope", "z_loss_coef", "bias_update_rate"}
+
+
+def must_be_equal():
+    """Names of the knobs without which a ratio of speeds means nothing."""
+    model = {field.name for part in (train.models.ModelConfig, train.moe.MoEConfig)
+             for field in dataclasses.fields(part)}
+    return model - OF_LEARNING | {"precision", "global_batch", "data", "seed"}
+
+
+def alternate(trainers, rounds, steps, peak=None):
+    """Runs `steps` steps of each trainer in turn, `rounds` times, after one step each that warms up. All of them see
+    the same data in the same order. → for each trainer, for each of its turns, the rows of metrics.jsonl; a step's
+    time is the turn's divided by its steps, so that no step waits to be timed."""
+    turns = [[] for _ in trainers]
+    for trainer in trainers:
+        trainer.step(0).read()
+    for turn in range(rounds):
+        for trainer, mine in zip(trainers, turns):
+            parallel.ledger.take(), kernels.clock.take()
+            torch.distributed.barrier()
+            started = time.perf_counter()
+            results = [trainer.step(1 + turn * steps + i) for i in range(steps)]
+            results[-1].read()
+            seconds = (time.perf_counter() - started) / steps
+            for result in results:
+                result.seconds = seconds
+            mine.append([train.measure(trainer, result, peak)[0] for result in results])
+    return turns
+
+
+def mean(rows, name):
+    values = [row[name] for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None
+
+
+def spread(values):
+    """{"median", "low", "high"}"""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def ab(argv):
+    """Which of two variants is faster?"""
+    options, common = argv[:2], argv[2:]
+    if "--help" in argv or "-h" in argv:
+        load(AbConfig, ["--help"])
+    variants = [shlex.split(text) for text in options]
+    if len(options) < 2:
+        say_error('ab takes two variants, as in: python bench.py ab "--overlap=none" "--overlap=pair"')
+    of_bench = {field.name for field in dataclasses.fields(AbConfig)} - {
+        field.name for field in dataclasses.fields(train.Config)}
+    for words in variants:
+        for name in of_bench & {word.removeprefix("--").partition("=")[0] for word in words}:
+            say_error(f"--{name} is of both variants: give it behind them")
+    world = world_of(common, AbConfig.nproc)
+    cfgs = [load(AbConfig, [*common, *words], lambda cfg: train.check(cfg, world)) for words in variants]
+    a, b = map(as_dict, cfgs)
+    if other := [f"{name}={a[name]} and {b[name]}" for name in a if name in must_be_equal() and a[name] != b[name]]:
+        if not cfgs[0].force:
+            say_error(f"the variants cannot be compared, they differ in {', '.join(other)}: make them equal, or add "
+                      f"--force")
+    launch(cfgs[0].nproc)
+    trainers = [train.Trainer(cfg, world) for cfg in cfgs]
+    peak = train.peak_flops(trainers[0].device, trainers[0].dtype)
+    turns = alternate(trainers, cfgs[0].rounds, cfgs[0].steps, peak)
+    rows, speeds = [], []
+    for name, text, mine in zip("AB", options, turns):
+        flat = sum(mine, [])
+        speeds.append([mean(turn, "tokens_per_s") for turn in mine])
+        rows.append({"": f"{name}: {text}", "tokens/s": statistics.median(speeds[-1]),
+                     "TFLOPS/GPU": statistics.median(mean(turn, "tflops_per_gpu") for turn in mine),
+                     **{what: value for what, value, *_ in train.columns(flat)}})
+        if peak is None:
+            rows[-1]["GEMM efficiency"] = None
+    ratio = spread([fast / slow for slow, fast in zip(*speeds)])
+    about = (f"{device_name(trainers[0].device)}, {world} ranks, {trainers[0].dtype}, {cfgs[0].rounds} turns each of "
+             f"{cfgs[0].steps} steps")
+    shares = {what: ".0%" for what in rows[0] if what not in ("", "tokens/s", "TFLOPS/GPU")}
+    say(about, *table(rows, {"": "", "tokens/s": ",.0f", "TFLOPS/GPU": ".3g", **shares}),
+        f"B over A, tokens/s: {ratio['median']:.3f} (median of {cfgs[0].rounds}, from {ratio['low']:.3f} to "
+        f"{ratio['high']:.3f})")
+    if other:
+        say(f"compared by force: they differ in {', '.join(other)}")
+    if any(cfg.force_balance for cfg in cfgs):
+        say("force_balance: routing was round-robin, which flatters speed")
+    if trainers[0].layout.world.rank == 0:
+        keys = {what: re.sub("[^a-z]", "_", what.lower().replace("/s", "_per_s")) for what in rows[0]}
+        found = [{"options": text, **{keys[what]: value for what, value in row.items() if what},
+                  "tokens_per_s": statistics.median(speed), "turns_tokens_per_s": speed}
+                 for text, row, speed in zip(options, rows, speeds)]
+        write_json(cfgs[0].json, {"about": about, "ratio": ratio, "different": other, "variants": found})
+    parallel.finish()
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# overlap: what is hidden behind a slow network
+
+
+@dataclass
+class OverlapConfig(train.Config):
+    """Knobs of `python bench.py overlap`. It sets overlap itself, and global_batch = dp·microbatches·micro_batch."""
+
+    program = "bench.py overlap"
+
+    nproc: tuple[int, ...] = knob((2, 4), "how many ranks, one comparison each", least=2)
+    microbatches: int = knob(8, "microbatches in a step, of micro_batch (0: one) sequences", least=2)
+    rates: tuple[str, ...] = knob(("unlimited", "2gbit", "1gbit", "500mbit"), "of the network that all ranks share, "
+                                  "as tc spells them, or unlimited")
+    rounds: int = knob(3, "turns of each, none and pair alternated", least=1)
+    steps: int = knob(1, "optimizer steps in a turn", least=1)
+    json: str = knob("", "file for the figures")
+
+
+FILTER = "tc qdisc replace dev lo root tbf rate {} burst 256kb latency 50ms"
+
+
+def slow_network(rate):
+    """Gives the loopback device of this network namespace a rate. → why not, or nothing."""
+    command = "tc qdisc del dev lo root" if rate == "unlimited" else FILTER.format(rate)
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    # there is nothing to delete where the rate was not limited
+    return done.stderr.strip() if done.returncode and rate != "unlimited" else ""
+
+
+def private_network():
+    """→ a command that runs another one in a network of its own, whose rate may be set; or None, and why."""
+    why = "there are no programs unshare, ip and tc (util-linux and iproute2)"
+    if all(map(shutil.which, ("unshare", "ip", "tc"))):
+        test = f"ip link set lo up && {FILTER.format('1gbit')}"
+        for way in (["unshare", "-n"], ["unshare", "-rn"]):     # as root, or as root of a namespace of users
+            done = subprocess.run([*way, "sh", "-c", test], capture_output=True, text=True)
+            if done.returncode == 0:
+                return way, ""
+            why = (done.stderr.strip().splitlines() or ["it failed without a word"])[-1]
+    return None, why
+
+
+def variants_of(cfg, world):
+    """The two settings to compare on `world` ranks."""
+    micro = cfg.micro_batch or 1
+    dp = parallel.sizes_of(cfg, world).dp if world % (cfg.tp * cfg.cp * cfg.pp) == 0 else 1
+    cfg = dataclasses.replace(cfg, micro_batch=micro, global_batch=dp * cfg.microbatches * micro)
+    return [dataclasses.replace(cfg, overlap=overlap) for overlap in ("none", "pair")]
+
+
+def could_hide(m, compute_s, exchange_s):
+    """The seconds of exchanges that a step of m microbatches can hide: one of them is first and has nothing beside
+    it, and no more is hidden than there is work to hide it behind."""
+    return (m - 1) / m * min(compute_s, exchange_s)
+
+
+def overlap(argv):
+    """How much of the exchanges does overlap=pair hide? The network is made on this machine, in a namespace of its
+    own: it costs no computing time to be slow, and nothing outside notices."""
+    ranks = int(os.environ.get("WORLD_SIZE", 0))
+    check = lambda cfg: [f"on {world} ranks: {problem}" for world in ([ranks] if ranks else cfg.nproc)
+                         for problem in train.check(variants_of(cfg, world)[0], world)]
+    cfg = load(OverlapConfig, argv, check)
+    if ranks:
+        return overlap_on_a_rank(cfg, ranks)
+    if "INSIDE" not in os.environ:
+        way, why = private_network()
+        if way is None:
+            print("bench.py overlap makes a slow network of its own: unshare -n, then a token bucket filter (tc, "
+                  f"iproute2) on its loopback device. That is not possible here ({why}); it takes root, or "
+                  "namespaces for users. Nothing was measured.")
+            return 0
+        return subprocess.run([*way, sys.executable, *sys.argv], env={**os.environ, "INSIDE": "1"}).returncode
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    for rate in cfg.rates:
+        if why := slow_network(rate):
+            say_error(f"rates: tc does not take {rate!r} ({why.splitlines()[0]})")
+    slow_network("unlimited")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for world in cfg.nproc:
+            found = Path(folder) / f"{world}.json"
+            if code := start_ranks(world, sys.argv, FIGURES=found, GLOO_SOCKET_IFNAME="lo"):
+                return code
+            rows += json.loads(found.read_text())
+    write_json(cfg.json, {"microbatches": cfg.microbatches, "rounds": cfg.rounds, "rows": rows})
+    return 0
+
+
+def overlap_on_a_rank(cfg, world):
+    variants, m, rows = variants_of(cfg, world), cfg.microbatches, []
+    trainers = [train.Trainer(variant, world) for variant in variants]
+    for rate in cfg.rates:
+        if int(os.environ["RANK"]) == 0:
+            slow_network(rate)
+        torch.distributed.barrier()
+        none, pair = ([dict(step_s=mean(turn, "step_s"), wait_s=mean(turn, "step_s") * mean(turn, "a2a_share"))
+                       for turn in turns] for turns in alternate(trainers, cfg.rounds, cfg.steps))
+        middle = lambda turns, name: statistics.median(turn[name] for turn in turns)
+        none_s, exchange_s, pair_s = middle(none, "step_s"), middle(none, "wait_s"), middle(pair, "step_s")
+        compute_s = none_s - exchange_s
+        possible_s = could_hide(m, compute_s, exchange_s)
+        gains = spread([a["step_s"] / b["step_s"] for a, b in zip(none, pair)])
+        rows.append({
+            "ranks": world, "rate": rate, "compute_s": compute_s, "none_s": none_s, "pair_s": pair_s,
+            "wait_none_s": exchange_s, "wait_pair_s": middle(pair, "wait_s"),
+            "exchange_share": exchange_s / none_s,
+            "hidden_share": (none_s - pair_s) / possible_s, "ideal_s": none_s - possible_s,
+            "speedup": gains["median"], "speedup_low": gains["low"], "speedup_high": gains["high"],
+            "ideal_speedup": none_s / (none_s - possible_s)})
+    cfg = variants[0]
+    say(f"{world} ranks on one network of their own, {m} microbatches of {cfg.micro_batch}×{cfg.seq_len} tokens per "
+        f"rank, none and pair alternated {cfg.rounds} times; medians",
+        *table(rows, {"rate": "", "none_s": ".3f", "compute_s": ".3f", "wait_none_s": ".3f", "exchange_share": ".0%",
+                      "pair_s": ".3f", "wait_pair_s": ".3f", "ideal_s": ".3f", "hidden_share": ".0%",
+                      "speedup": ".2f", "speedup_low": ".2f", "speedup_high": ".2f", "ideal_speedup": ".2f"}),
+        "compute: the step with none, less the time it waited for exchanges; hidden: what pair saves, of the "
+        f"(m-1)/m·min(compute, wait) that it could; ideal: with all of that saved")
+    if int(os.environ["RANK"]) == 0:
+        write_json(os.environ["FIGURES"], rows)
+    parallel.finish()
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+
+COMMANDS = {"check": check, "kernels": kernels_command, "ab": ab, "overlap": overlap}
 
 
 def main(argv):

@@ -5,7 +5,9 @@ one assignment (one of a token's K choices), grouped by expert and therefore by 
 
     capacity mode   C slots per (this rank, expert), static shapes, nothing is read by the host. An empty
                     slot travels as it is and says so by a router weight of -1, which tells the receiver how
-                    many rows of each segment are real.
+                    many rows of each segment are real. With capacity_scope=rank the experts of a destination
+                    rank share their slots, sorted by expert, and fewer choices find them full; how many rows
+                    each expert got travels first, as in dropless mode, but no host needs to know.
     dropless mode   as many slots as assignments; sizes travel first, as an exchange of their own.
 
 Where an expert is cut into slices (expert tensor parallelism), all ranks that hold a slice get all its rows.
@@ -36,8 +38,12 @@ WIDE = 256
 @dataclass
 class DispatchConfig:
     capacity_factor: float = knob(1.25, "slots per expert over the balanced share; 0: dropless", least=0)
+    capacity_scope: str = knob("expert", "who has slots of its own: each expert, or each rank, shared by its experts",
+                               choices=("expert", "rank"))
     drop_policy: str = knob("probs", "who goes first when an expert is full: the lowest router weight, or, by "
                             "position, the latest choice of the latest token", choices=("probs", "position"))
+    on_overflow: str = knob("drop", "what a step does whose experts are full: drop choices, or rerun without any "
+                            "limit and forget the first attempt", choices=("drop", "rerun"))
 
 
 def check(cfg):
@@ -46,10 +52,17 @@ def check(cfg):
     return []
 
 
-def capacity(cfg, tokens):
-    """C for `tokens` per rank and microbatch: computed from the configuration, so that ranks agree by
-    construction. A token takes an expert at most once, hence never more than `tokens`. 0: dropless."""
-    return min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k / cfg.num_experts), tokens)
+def sharing(cfg, ep):
+    """How many experts share a run of slots, with `ep` expert-parallel ranks."""
+    return cfg.num_experts // ep if cfg.capacity_scope == "rank" else 1
+
+
+def capacity(cfg, tokens, shared=1):
+    """C, the slots that `shared` experts have together, for `tokens` per rank and microbatch: computed from the
+    configuration, so that ranks agree by construction. A token takes an expert at most once, hence never more than
+    it can choose. 0: dropless."""
+    return min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k * shared / cfg.num_experts),
+               tokens * min(shared, cfg.top_k))
 
 
 def _spans(counts):
@@ -58,12 +71,26 @@ def _spans(counts):
     return ends - counts, ends
 
 
+def _sorted(order, key):
+    """`order` sorted by key[order]; equal ones stay as they are."""
+    return order[key[order].argsort(stable=True)]
+
+
+def _runs(values, n):
+    """(where the run of each of 0 to n - 1 starts, how long it is) in sorted values. Not bincount: the host would
+    wait for it."""
+    ends = torch.searchsorted(values, torch.arange(n, device=values.device), right=True)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return starts, ends - starts
+
+
 class Plan:
     """Where every assignment of this rank's tokens goes.
 
     experts_TK  chosen experts, -1 for a token that is not routed
     weights_TK  router weights; only their order is used, for drop_policy="probs"
     capacity    C, or 0 for dropless
+    shared      how many experts, all of one rank, have these C slots together
     ep, etp     the groups to travel over
 
     slot_TK     the slot of each assignment, -1 if dropped or not routed
@@ -75,8 +102,8 @@ class Plan:
                              are None and R is Q
     """
 
-    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp):
-        self.experts_TK, self.ep, self.etp, self.capacity = experts_TK, ep, etp, capacity
+    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1):
+        self.experts_TK, self.ep, self.etp, self.capacity, self.shared = experts_TK, ep, etp, capacity, shared
         self.num_experts, self.device = num_experts, experts_TK.device
         self.num_local, self.stays = num_experts // ep.size, ep.size * etp.size == 1
         # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
@@ -84,32 +111,39 @@ class Plan:
         T, K = experts_TK.shape
 
         # Assignments sorted by expert; within one, first the ones to keep. Not-routed ones sort last.
-        expert = torch.where(experts_TK < 0, num_experts, experts_TK)
+        expert = torch.where(experts_TK < 0, num_experts, experts_TK).flatten()
+        position = torch.arange(T * K, device=self.device)
         if capacity and drop_policy == "position":     # all first choices, then all second ones (GShard)
-            order = (torch.arange(K, device=self.device)[:, None]
+            first = (torch.arange(K, device=self.device)[:, None]
                      + K * torch.arange(T, device=self.device)).flatten()
         elif capacity:
-            order = weights_TK.detach().flatten().argsort(descending=True, stable=True)
+            first = weights_TK.detach().flatten().argsort(descending=True, stable=True)
         else:
-            order = torch.arange(T * K, device=self.device)
-        order = order[expert.flatten()[order].argsort(stable=True)]
-        expert_sorted = expert.flatten()[order]
-        experts = torch.arange(num_experts, device=self.device)
-        ends_E = torch.searchsorted(expert_sorted, experts, right=True)
-        starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
-        self.counts_E = ends_E - starts_E
-        self.kept_E = self.counts_E.clamp_max(capacity) if capacity else self.counts_E
+            first = position
+        order = _sorted(first, expert)
+        _, self.counts_E = _runs(expert[order], num_experts)
+        if capacity and shared > 1:
+            # a rank's slots go to the first of all its experts' choices; the others sort last, like the not routed
+            by_rank = _sorted(first, expert // shared)
+            rank = expert[by_rank] // shared
+            starts_W, _ = _runs(rank, self.ep.size)
+            fits = position - starts_W[rank.clamp_max(self.ep.size - 1)] < capacity
+            expert = expert.scatter(0, by_rank, torch.where(fits, expert[by_rank], num_experts))
+            order = _sorted(first, expert)
+        _, held_E = _runs(expert[order], num_experts)
+        self.kept_E = held_E.clamp_max(capacity) if capacity else held_E
 
-        position = torch.arange(T * K, device=self.device)
+        run = expert[order] // shared       # which run of slots, one per expert or rank
         if capacity:
-            place = position - starts_E[expert_sorted.clamp_max(num_experts - 1)]
-            slot = torch.where((expert_sorted < num_experts) & (place < capacity),
-                               expert_sorted * capacity + place, -1)
+            runs = num_experts // shared
+            starts_N, counts_N = _runs(run, runs)
+            nth = position - starts_N[run.clamp_max(runs - 1)]
+            slot = torch.where((run < runs) & (nth < capacity), run * capacity + nth, -1)
             nth = torch.arange(capacity, device=self.device)
-            choice_EC = order[(starts_E[:, None] + nth).clamp_max(T * K - 1)]
-            self.choice_S = torch.where(nth < self.kept_E[:, None], choice_EC, -1).flatten()
+            choice_NC = order[(starts_N[:, None] + nth).clamp_max(T * K - 1)]
+            self.choice_S = torch.where(nth < counts_N[:, None], choice_NC, -1).flatten()
         else:
-            slot = torch.where(expert_sorted < num_experts, position, -1)
+            slot = torch.where(run < num_experts // shared, position, -1)
             self.choice_S = order
         self.slot_TK = torch.empty_like(slot).scatter_(0, order, slot).view(T, K)
 
@@ -133,9 +167,11 @@ class Plan:
 
     def _travel_counts(self):
         W, L, N = self.ep.size, self.num_local, self.etp.size
-        counts_WL = yield from self._hop(self.ep, self.counts_E, None, None)
+        counts_WL = yield from self._hop(self.ep, self.kept_E, None, None)
         counts_QL = yield from self._hop(self.etp, counts_WL.repeat(N), None, None)
-        host = torch.cat([self.counts_E, counts_QL]).view((1 + N) * W, L).sum(1)
+        if self.capacity:
+            return self._arrange(counts_QL.view(N * W, L))
+        host = torch.cat([self.kept_E, counts_QL]).view((1 + N) * W, L).sum(1)
         if host.is_cuda:
             # the host needs the sizes, but the other microbatch need not stop for it
             host, event = host.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -183,8 +219,13 @@ class Plan:
             work.wait()
         return out
 
+    @property
+    def counts_first(self):
+        """True where sizes must travel before rows. Slots of a single expert show how many are filled."""
+        return not self.capacity or self.shared > 1
+
     def _arrived(self, weights_Q):
-        """Capacity mode learns the sizes from the rows themselves."""
+        """Capacity mode learns the sizes from the rows themselves, where they did not travel first."""
         if self.groups is None:
             # not "weights >= 0": a NaN is a row too, and must reach the loss
             filled_Q = (weights_Q < 0).logical_not()
@@ -193,14 +234,16 @@ class Plan:
     def _arrange(self, counts_WL):
         """The maps between received rows, in (source, expert) order, and expert-major rows."""
         W, L = counts_WL.shape
-        if self.capacity >= WIDE and backend.triton:
+        if self.capacity >= WIDE and self.shared == 1 and backend.triton:
             self.row_R = self.place_Q = None
             self.groups = Groups.padded(counts_WL, self.capacity)
             return
-        segment_WL = torch.arange(W * L, device=self.device).view(W, L)
         starts, ends = _spans(counts_WL.t().flatten())      # of each (expert, source) among expert-major rows
         if self.capacity:
-            Q, base_WL = W * L * self.capacity, segment_WL * self.capacity
+            runs_WN = torch.arange(W * L // self.shared, device=self.device).view(W, -1, 1) * self.capacity
+            before_WL = counts_WL.view(W, -1, self.shared)      # rows of the experts before, in one run of slots
+            base_WL = (runs_WN + before_WL.cumsum(2) - before_WL).view(W, L)
+            Q = W * L // self.shared * self.capacity
         else:
             Q = sum(self.share)
             base_WL = _spans(counts_WL.flatten())[0].view(W, L)

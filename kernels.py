@@ -18,6 +18,7 @@ ever read rows that a map points at.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def check(cfg, device):
 class Backend:
     triton: bool = False
     comm_sms: int = 0
+    defer_wgrad: bool = False
 
 
 backend = Backend()
@@ -89,7 +91,7 @@ def use(cfg, device):
     auto = (triton is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
             and cfg.d_model * size % 16 == cfg.d_expert // cfg.etp * size % 16 == 0)
     backend.triton = auto if cfg.gemm == "auto" else cfg.gemm == "triton"
-    backend.comm_sms = cfg.comm_sms
+    backend.comm_sms, backend.defer_wgrad = cfg.comm_sms, cfg.defer_wgrad
 
 
 def dtype_of(precision, device):
@@ -221,8 +223,45 @@ def unpermute(y_RD, slot_TK, row_R):
 # Matrix products
 
 
+_queue = collections.deque()     # weight gradients put off: (parameter, what computes its gradient)
+
+
+def weight_gradient(w, compute):
+    """For a backward: the gradient of w, or None where it will be, or was already, added to w.grad. `compute` gives
+    the one or the other. With defer_wgrad it runs when the driver next waits for something else: nobody needs a
+    weight gradient before the step's end, but other ranks wait for the data gradient."""
+    if backend.defer_wgrad and w.is_leaf and w.grad is not None:
+        _queue.append((w, compute))
+        return None
+    return compute()
+
+
+@torch.no_grad()
+def drain_weight_gradients():
+    """Computes what was put off, in the order in which it would have been computed."""
+    while _queue:
+        w, compute = _queue.popleft()
+        if (dw := compute()) is not None:
+            w.grad.add_(dw)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, w_FD):
+        ctx.weight = w_FD   # the parameter itself: what was saved comes back without its .grad
+        ctx.save_for_backward(x_TD, w_FD)
+        return F.linear(x_TD, w_FD)
+
+    @staticmethod
+    def backward(ctx, dy_TF):
+        x_TD, w_FD = ctx.saved_tensors
+        dx_TD = dy_TF @ w_FD if ctx.needs_input_grad[0] else None
+        return dx_TD, weight_gradient(ctx.weight, lambda: dy_TF.t() @ x_TD) if ctx.needs_input_grad[1] else None
+
+
 def linear(x_TD, w_FD):
-    return F.linear(x_TD, w_FD)
+    """x_TD @ w_FD.T, whose weight gradient may be put off."""
+    return _Linear.apply(x_TD, w_FD)
 
 
 def grouped_mm(a, b, ends_L):
@@ -354,13 +393,19 @@ class _GroupedGemm(torch.autograd.Function):
         with clock.span("gemm", x_RD.device):
             if ctx.needs_input_grad[0]:
                 dx_RD = gemm_rows(dy_RF, _matrices(w), ctx.groups)
-            if ctx.needs_input_grad[1]:
-                # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
-                sink = ctx.weight.grad if backend.triton and ctx.weight.is_leaf else None
+        groups, weight = ctx.groups, ctx.weight
+
+        def gradient():
+            # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
+            sink = weight.grad if backend.triton and weight.is_leaf else None
+            with clock.span("gemm", x_RD.device):
                 if sink is not None and sink.dtype == torch.float32:
-                    gemm_experts(dy_RF, x_RD, ctx.groups, row_R, into=_matrices(sink))
+                    gemm_experts(dy_RF, x_RD, groups, row_R, into=_matrices(sink))
                 else:
-                    dw = gemm_experts(dy_RF, x_RD, ctx.groups, row_R).view_as(w)
+                    return gemm_experts(dy_RF, x_RD, groups, row_R).view_as(weight)
+
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(weight, gradient)
         if dx_RD is not None and slot_TK is not None:
             dx_RD = gather_sum(dx_RD, slot_TK)
         return dx_RD, dw, None, None, None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dispatch import Plan, by_expert, by_source, combine, dispatch
+from dispatch import Plan, by_expert, by_source, combine, dispatch, sharing
 from kernels import grouped_gemm, linear, swiglu
 from parallel import Exchange, Layout, column_linear, recomputed, row_linear, to_device, zigzag
 from settings import knob
@@ -219,6 +219,7 @@ class MoE(nn.Module):
     def __init__(self, cfg, layout):
         super().__init__()
         self.cfg, self.layout, self.stats = cfg, layout, ExpertStats()
+        self.shared_slots = sharing(cfg, layout.ep.size)
         self.router = Router(cfg)
         self.experts = Experts(cfg, layout)
         # whole on every rank, for its own tokens
@@ -233,9 +234,9 @@ class MoE(nn.Module):
                                                                    plan and plan.experts_TK)
         if plan is None:
             plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy,
-                        self.layout.ep, self.layout.etp)
+                        self.layout.ep, self.layout.etp, self.shared_slots)
             plan.load = self.load(plan, batch) if batch.train else None
-            if not batch.capacity:
+            if plan.counts_first:
                 yield Exchange("counts", plan)
         aux = z = loss = observe = None
         if batch.train:

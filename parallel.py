@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from kernels import clock
+from kernels import clock, drain_weight_gradients, linear, weight_gradient
 from settings import knob
 
 
@@ -51,6 +51,7 @@ class ParallelConfig:
     etp: int = knob(1, "tensor-parallel ranks inside an expert", least=1)
     overlap: str = knob("pair", "pair: one microbatch's forward beside another's backward; none: one at a time",
                         choices=("none", "pair"))
+    defer_wgrad: bool = knob(True, "compute weight gradients while gradients of tokens travel, not before they leave")
     recompute: tuple[str, ...] = knob((), "what to run again in backward instead of keeping it: full blocks, "
                                       "or moe, the experts alone", choices=("moe", "full"))
     nvl_domain: int = knob(0, "ranks that share one NVLink domain; 0: the device's", least=0)
@@ -435,7 +436,7 @@ def sum_over(x, group):
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, x_TD, *weights):
-        ctx.group = group
+        ctx.group, ctx.weights = group, weights     # the parameters: what was saved comes back without their .grad
         ctx.save_for_backward(x_TD, *weights)
         x_GD = group.all_gather(x_TD)
         return tuple(F.linear(x_GD, w) for w in weights)
@@ -451,7 +452,11 @@ class _Column(torch.autograd.Function):
             dx_GD.addmm_(dy, w)
         work.wait()
         dx_TD, work = ctx.group.start_reduce_scatter(dx_GD)
-        dw = [dy.t() @ x_GD for dy in grads]
+        products = [lambda dy=dy: dy.t() @ x_GD for dy in grads]
+        if ctx.group.size == 1:
+            dw = [weight_gradient(w, product) for w, product in zip(ctx.weights, products)]
+        else:   # the scatter is waiting already
+            dw = [product() for product in products]
         work.wait()
         return None, dx_TD, *dw
 
@@ -465,7 +470,7 @@ def column_linear(x_TD, weights, group):
 def row_linear(y_GF, w_DF, group):
     """This rank's tokens' product with a weight of which every rank holds some columns [out, in / size], given
     all tokens' share of the input: [T, out]."""
-    return scatter(F.linear(y_GF, w_DF), group)
+    return scatter(linear(y_GF, w_DF), group)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -638,6 +643,7 @@ class _Cut:
             _backward([result], grads[-1:])
             edges, carried = edges + [edge], carried + [inlet.take()]
         del grads
+        drain_weight_gradients()
         yield
         arrived = yield from travel
         if self.loss is not None:
@@ -695,6 +701,7 @@ class Tape:
         while True:
             _backward(edges, grads)
             if not self.cuts:
+                drain_weight_gradients()
                 return
             edges, grads = yield from self.cuts.pop().backward()
 

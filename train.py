@@ -139,8 +139,8 @@ class Result:
     """What a step leaves behind for the log. Sums over all ranks are on their way to the host: reading them
     at once would stop a GPU, so `read` them a step later."""
 
-    def __init__(self, step, lr, norm, sums):
-        self.step, self.lr, self.seconds = step, lr, 0.0
+    def __init__(self, step, lr, norm, sums, rerun=False):
+        self.step, self.lr, self.rerun, self.seconds = step, lr, rerun, 0.0
         self.spans, self.ledger, self.event = clock.take(), ledger.take(), None
         sums = torch.cat([sums, norm[None].double()])
         if sums.is_cuda:
@@ -155,6 +155,10 @@ class Result:
             self.event.synchronize()
         return self.sums.tolist()
 
+    def finite(self, world):
+        """[1 or 0 for every rank: was its loss finite]."""
+        return self.read()[3:3 + world]
+
 
 class Trainer:
     """A model, its optimizer and its data on this rank. bench.py and the tests use the same one."""
@@ -167,7 +171,8 @@ class Trainer:
                                              micro_batch=cfg.micro_batch or cfg.global_batch // sizes.dp)
         self.layout = parallel.Layout(sizes, self.device)
         self.microbatches = cfg.global_batch // (sizes.dp * cfg.micro_batch)
-        self.capacity = dispatch.capacity(cfg, cfg.micro_batch * cfg.seq_len // (sizes.cp * sizes.tp))
+        self.capacity = dispatch.capacity(cfg, cfg.micro_batch * cfg.seq_len // (sizes.cp * sizes.tp),
+                                          dispatch.sharing(cfg, sizes.ep))
         with torch.device("meta"):
             self.model = models.Model(cfg, self.layout)
         self.dtype = dtype_of(cfg.precision, self.device)
@@ -179,14 +184,16 @@ class Trainer:
     def _batch(self, tokens, windows, **how):
         return moe.Batch(self.layout, *data.batch(tokens, windows, self.cfg.seq_len), **how)
 
-    def batches(self, step):
-        """This rank's microbatches of step `step` (from 0)."""
+    def batches(self, step, capacity=None):
+        """This rank's microbatches of step `step` (from 0), with `capacity` slots (by default the configured ones;
+        0: dropless)."""
+        capacity = self.capacity if capacity is None else capacity
         cfg, n = self.cfg, self.data.train.n_windows(self.cfg.seq_len)
         for i in range(self.microbatches):
             ids = data.sample_ids(step, i, self.layout.dp.rank, global_batch=cfg.global_batch,
                                   micro_batch=cfg.micro_batch, dp=self.layout.dp.size)
             windows = [data.window_of(cfg.seed, j, n) for j in ids]
-            yield self._batch(self.data.train, windows, capacity=self.capacity,
+            yield self._batch(self.data.train, windows, capacity=capacity,
                               aux_scale=1 / (self.microbatches * self.layout.dp.size))
 
     def forward_backward(self, batches):
@@ -212,6 +219,9 @@ class Trainer:
         """One optimizer step (from 0)."""
         rank, world = self.layout.world.rank, self.layout.world.size
         loss, valid = self.forward_backward(list(self.batches(step)))
+        rerun = self.cfg.on_overflow == "rerun" and self.overflowed()
+        if rerun:   # everything that a forward and backward leaves behind is cleared before the next one
+            loss, valid = self.forward_backward(list(self.batches(step, capacity=0)))
         norm = self.optimizer.reduce()
         skip = ~norm.isfinite()
         finite = torch.zeros(world, dtype=torch.float64, device=self.device)
@@ -232,7 +242,14 @@ class Trainer:
                 layer.router.update_bias(loads[i - self.cfg.n_dense_layers, 1:], skip)
         lr = optim.learning_rate(self.cfg, step, self.cfg.max_steps)
         self.optimizer.step(lr, norm, skip)
-        return Result(step + 1, lr, norm, sums)
+        return Result(step + 1, lr, norm, sums, rerun)
+
+    def overflowed(self):
+        """Did any rank drop a choice since the last forward_backward began? The host waits for the answer."""
+        stats = [layer.stats for layer in self.model.moes.values()]
+        dropped = sum(((s.counts_E - s.kept_E).sum() for s in stats), torch.zeros((), dtype=torch.int64,
+                                                                                  device=self.device))
+        return self.layout.world.all_reduce(dropped).item() > 0
 
     def evaluate(self):
         """Mean cross entropy over the first eval_steps global batches of held-out text, or all there is.
@@ -267,6 +284,61 @@ class Trainer:
 
 # --------------------------------------------------------------------------------------------------
 # What the user sees
+
+
+def measure(trainer, result, peak, stop=False):
+    """→ (the row of metrics.jsonl for a step, tokens per expert before drops [layers, E], whether some rank was
+    asked to stop). Collective: ranks tell each other their times. peak: of this rank, FLOPS, or None."""
+    cfg, world = trainer.cfg, trainer.layout.world
+    (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
+    layers = n_moe_layers(cfg)
+    loads = torch.tensor(rest[world.size:], dtype=torch.float64).view(layers, 1 + cfg.num_experts)
+    kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
+    memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
+              else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    mine = [result.seconds, Clock.seconds(result.spans, "exchange"), Clock.seconds(result.spans, "gemm"),
+            memory / 1e9, peak or 0.0, stop]
+    times = torch.zeros(world.size, len(mine), dtype=torch.float64)
+    times[world.rank] = torch.tensor(mine)
+    world.all_reduce(times)
+    step_s, peak, stop = times[:, 0].max().item(), times[:, 4].mean().item(), bool(times[:, 5].any())
+    tokens, assigned = cfg.global_batch * cfg.seq_len, counts.sum().item()
+    dropped = 1 - kept / assigned if assigned else 0.0
+    tflops = models.flops_per_token(cfg, 1 - dropped) * tokens / world.size / step_s / 1e12
+    # three products, each forward and twice backward, and forward again where experts are recomputed
+    gemm_flops = kept * 6 * cfg.d_expert * cfg.d_model * (4 if cfg.recompute else 3)
+    gemm_room = (times[:, 2] * times[:, 4]).sum().item()
+    row = {
+        "step": result.step, "tokens": result.step * tokens, "loss": loss,
+        "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1), "lr": result.lr, "grad_norm": norm,
+        "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
+        "drop_fraction": dropped, **({"rerun": int(result.rerun)} if cfg.on_overflow == "rerun" else {}),
+        "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
+        "a2a_share": (times[:, 1] / times[:, 0]).mean().item(),
+        "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
+        "memory_gb": times[:, 3].max().item(), "step_s": step_s}
+    row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return row, counts, stop
+
+
+def columns(rows):
+    """What explains a slow run, as means over some rows: [(name, value, whether it is fine, advice if not)].
+    Nothing where no row saw a token routed."""
+    rows = [row for row in rows if row["load_imbalance"]]
+    if not rows:
+        return []
+    mean = lambda name: sum(row[name] or 0 for row in rows) / len(rows)
+    balance, overflow, exposed = 1 / mean("load_imbalance"), mean("drop_fraction"), mean("a2a_share")
+    efficiency = mean("gemm_efficiency")
+    return [
+        ("expert utilization", balance, balance > 0.7,
+         "some experts wait for the fullest: raise aux_loss_coef, or set bias_update_rate=1e-3"),
+        ("overflow", overflow, overflow < 0.05, "tokens are dropped: raise capacity_factor"),
+        ("exposed all-to-all", exposed, exposed < 0.15,
+         "exchanges are not hidden: give overlap=pair two microbatches or more (lower micro_batch), or lower ep"),
+        ("GEMM efficiency", efficiency, efficiency > 0.5,
+         "experts see too few rows at once: raise micro_batch or lower ep"),
+    ]
 
 
 class Log:
@@ -331,7 +403,8 @@ class Log:
             f"= {s.dp} dp × {trainer.microbatches} microbatches × {cfg.micro_batch} sequences",
             *self.pipeline(),
             f"experts {cfg.num_experts}, top-{cfg.top_k}, "
-            + (f"capacity {trainer.capacity} per source rank and expert" if trainer.capacity else "dropless"),
+            + (f"capacity {trainer.capacity} per source rank and {cfg.capacity_scope}" if trainer.capacity
+               else "dropless"),
             f"data {len(trainer.data.train):,} tokens, {cfg.max_steps} steps are "
             f"{cfg.max_steps * cfg.global_batch / trainer.data.train.n_windows(cfg.seq_len):.2f} epochs")
         if cfg.force_balance:
@@ -365,37 +438,10 @@ class Log:
     def step(self, result, val_loss=None, stop=False):
         """→ True if the step was finite. Collective: ranks tell each other their times, and whether somebody was
         asked to stop: then self.stop is set on all of them."""
-        cfg, trainer = self.cfg, self.trainer
-        (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
-        finite, layers = rest[:self.world], n_moe_layers(cfg)
-        loads = torch.tensor(rest[self.world:], dtype=torch.float64).view(layers, 1 + cfg.num_experts)
-        kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
-        memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
-                  else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        mine = [result.seconds, Clock.seconds(result.spans, "exchange"), Clock.seconds(result.spans, "gemm"),
-                memory / 1e9, self.peak or 0.0, stop]
-        times = torch.zeros(self.world, len(mine), dtype=torch.float64)
-        times[self.rank] = torch.tensor(mine)
-        trainer.layout.world.all_reduce(times)
-        step_s, peak, self.stop = times[:, 0].max().item(), times[:, 4].mean().item(), bool(times[:, 5].any())
-        tokens, assigned = cfg.global_batch * cfg.seq_len, counts.sum().item()
-        dropped = 1 - kept / assigned if assigned else 0.0
-        tflops = models.flops_per_token(cfg, 1 - dropped) * tokens / self.world / step_s / 1e12
-        # three products, each forward and twice backward, and forward again where experts are recomputed
-        gemm_flops = kept * 6 * cfg.d_expert * cfg.d_model * (4 if cfg.recompute else 3)
-        gemm_room = (times[:, 2] * times[:, 4]).sum().item()
-        row = {
-            "step": result.step, "tokens": result.step * tokens, "loss": loss,
-            "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1), "lr": result.lr, "grad_norm": norm,
-            "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
-            "drop_fraction": dropped,
-            "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
-            "a2a_share": (times[:, 1] / times[:, 0]).mean().item(),
-            "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
-            "memory_gb": times[:, 3].max().item(), "step_s": step_s}
+        cfg = self.cfg
+        row, counts, self.stop = measure(self.trainer, result, self.peak, stop)
         if val_loss is not None:
-            row["val_loss"] = val_loss
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            row["val_loss"] = val_loss if math.isfinite(val_loss) else None
         self.history.append(row)
         if self.file:
             self.file.write(json.dumps(row) + "\n")
@@ -407,9 +453,9 @@ class Log:
             self.ledger(result.ledger)
         if speak:
             self.console(row)
-        if math.isfinite(norm):
+        if row["grad_norm"] is not None:
             return True
-        blame = [str(r) for r, ok in enumerate(finite) if not ok]
+        blame = [str(r) for r, ok in enumerate(result.finite(self.world)) if not ok]
         self.print(f"step {result.step}: gradients are not finite, the model was left as it was"
                    + (f" (the loss was not finite on rank {', '.join(blame)})" if blame else ""))
         return False
@@ -432,22 +478,10 @@ class Log:
 
     def summary(self):
         """The four columns that explain a slow run, and what to do about the first that is out of range."""
-        rows = [r for r in self.history if r["load_imbalance"]][-20:]
-        if not rows:
-            return
-        mean = lambda name: sum(r[name] or 0 for r in rows) / len(rows)
-        columns = [
-            ("expert utilization", 1 / mean("load_imbalance"), lambda v: v > 0.7,
-             "some experts wait for the fullest: raise aux_loss_coef, or set bias_update_rate=1e-3"),
-            ("overflow", mean("drop_fraction"), lambda v: v < 0.05, "tokens are dropped: raise capacity_factor"),
-            ("exposed all-to-all", mean("a2a_share"), lambda v: v < 0.15,
-             "exchanges are not hidden: give overlap=pair two microbatches or more (lower micro_batch), or lower ep"),
-            ("GEMM efficiency", mean("gemm_efficiency"), lambda v: v > 0.5,
-             "experts see too few rows at once: raise micro_batch or lower ep"),
-        ]
-        self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} {v:6.0%}" for n, v, _, _ in columns))
-        self.print(next((f"  {name}: {advice}" for name, v, fine, advice in columns if not fine(v)),
-                        "  all four columns are in range"))
+        if found := columns([r for r in self.history if r["load_imbalance"]][-20:]):
+            self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} {v:6.0%}" for n, v, *_ in found))
+            self.print(next((f"  {name}: {advice}" for name, _, fine, advice in found if not fine),
+                            "  all four columns are in range"))
 
 
 class Wandb:

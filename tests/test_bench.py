@@ -4,10 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
+
+import bench
 
 KNOBS = ["--nproc=2", "--seq_len=16", "--d_model=32", "--d_expert=16", "--n_layer=2", "--n_head=4", "--global_batch=4",
          "--steps=2", "--device=cpu"]
+SMALL = [*KNOBS[:1], "--ep=2", *KNOBS[1:]]
+
 
 def run(script, *args):
     return subprocess.run([sys.executable, str(script), *args], capture_output=True, text=True, timeout=200)
@@ -38,3 +43,83 @@ def test_check_refuses_what_train_refuses(tokens):
     done = run(ROOT / "bench.py", "check", f"--data={tokens}", "--ep=3", *KNOBS)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "etp*ep = 1*3 = 3" in done.stderr
+
+
+# ---- ab ----
+
+def test_ab_alternates_on_the_same_data(tokens, tmp_path):
+    done = run(ROOT / "bench.py", "ab", "--overlap=none", "--overlap=pair --recompute=full", f"--data={tokens}", *SMALL,
+               "--micro_batch=1", "--rounds=3", f"--json={tmp_path}/ab.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "ab.json").read_text())
+    a, b = found["variants"]
+    assert [a["options"], b["options"]] == ["--overlap=none", "--overlap=pair --recompute=full"]
+    for variant in (a, b):
+        assert len(variant["turns_tokens_per_s"]) == 3 and variant["tokens_per_s"] > 0 and variant["tflops_gpu"] > 0
+        assert {"expert_utilization", "overflow", "exposed_all_to_all", "gemm_efficiency"} <= variant.keys()
+    # the same model sees the same data, so routing is the same: what is measured is measured on equal work
+    assert a["expert_utilization"] == b["expert_utilization"] < 1 and a["overflow"] == b["overflow"]
+    ratios = sorted(y / x for x, y in zip(a["turns_tokens_per_s"], b["turns_tokens_per_s"]))
+    assert [found["ratio"][k] for k in ("low", "median", "high")] == ratios
+    assert f"{ratios[1]:.3f} (median of 3, from {ratios[0]:.3f} to {ratios[2]:.3f})" in done.stdout
+    assert "compared by force" not in done.stdout
+
+
+def test_ab_compares_unequal_work_only_by_force(tokens):
+    variants = ["--seq_len=8 --d_expert=32", "--seq_len=16"]
+    common = [f"--data={tokens}", *[word for word in SMALL if "seq_len" not in word], "--rounds=1"]
+    done = run(ROOT / "bench.py", "ab", *variants, *common)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "seq_len=8 and 16" in done.stderr and "d_expert=32 and 16" in done.stderr and "--force" in done.stderr
+    done = run(ROOT / "bench.py", "ab", *variants, *common, "--force")
+    assert done.returncode == 0 and "compared by force: they differ in " in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--overlap=none"], "ab takes two variants"),
+    (["--overlap=none", "--steps=3"], "--steps is of both variants"),
+    (["--overlap=none", "--overlap=both"], "--overlap takes one of none, pair"),
+    (["--ep=1", "--ep=3"], "etp*ep = 1*3 = 3"),
+])
+def test_ab_says_in_one_line_what_is_wrong(tokens, words, says):
+    done = run(ROOT / "bench.py", "ab", *words, *([f"--data={tokens}", *SMALL] if len(words) > 1 else []))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted({"precision", "global_batch", "data", "seed", "seq_len", "top_k", "d_model",
+                                         "force_balance"}))
+def test_what_must_be_equal(name):
+    assert name in bench.must_be_equal()
+
+
+# ---- overlap ----
+
+def test_overlap_measures_or_says_why_not(tokens, tmp_path):
+    words = [f"--data={tokens}", *SMALL[1:], "--nproc=2", "--microbatches=2", "--rates=unlimited,200mbit", "--rounds=2",
+             "--steps=1", f"--json={tmp_path}/overlap.json"]
+    done = run(ROOT / "bench.py", "overlap", *[word for word in words if "global_batch" not in word])
+    assert done.returncode == 0, done.stderr
+    way, why = bench.private_network()
+    if way is None:
+        assert why in done.stdout and "Nothing was measured" in done.stdout
+        return
+    found = json.loads((tmp_path / "overlap.json").read_text())
+    assert [(row["ranks"], row["rate"]) for row in found["rows"]] == [(2, "unlimited"), (2, "200mbit")]
+    for row in found["rows"]:
+        possible = min(row["compute_s"], row["none_s"] - row["compute_s"]) / 2
+        assert 0 < row["compute_s"] < row["none_s"]
+        assert row["ideal_s"] == pytest.approx(row["none_s"] - possible)
+        assert row["hidden_share"] == pytest.approx((row["none_s"] - row["pair_s"]) / possible)
+        assert f"{row['pair_s']:.3f}" in done.stdout
+
+
+def test_overlap_without_permission_explains_itself(monkeypatch, capsys, tokens):
+    for way, why in (("sh -c 'echo no such thing >&2; exit 1'", "no such thing"), (None, "there are no programs")):
+        monkeypatch.setattr(bench.shutil, "which", lambda name: way)
+        monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", f"x\n{why}"))
+        assert bench.overlap([f"--data={tokens}", "--device=cpu"]) == 0
+        assert why in capsys.readouterr().out
+
+
+def test_one_microbatch_is_never_hidden():
+    assert bench.could_hide(8, 2.0, 1.0) == 7 / 8 and bench.could_hide(2, 0.5, 1.0) == 0.25
