@@ -224,13 +224,25 @@ def unpermute(y_RD, slot_TK, row_R):
 
 
 _queue = collections.deque()     # weight gradients put off: (parameter, what computes its gradient)
+_queue_open = False
+
+
+@contextlib.contextmanager
+def weight_gradients_put_off():
+    """Around a backward whose caller drains the queue. Elsewhere, and without defer_wgrad, autograd is as usual."""
+    global _queue_open
+    _queue_open = backend.defer_wgrad
+    try:
+        yield
+    finally:
+        _queue_open = False
 
 
 def weight_gradient(w, compute):
     """For a backward: the gradient of w, or None where it will be, or was already, added to w.grad. `compute` gives
-    the one or the other. With defer_wgrad it runs when the driver next waits for something else: nobody needs a
-    weight gradient before the step's end, but other ranks wait for the data gradient."""
-    if backend.defer_wgrad and w.is_leaf and w.grad is not None:
+    the one or the other. In weight_gradients_put_off it runs when the driver next waits for something else: nobody
+    needs a weight gradient before the step's end, but other ranks wait for the data gradient."""
+    if _queue_open and w.is_leaf and w.grad is not None:
         _queue.append((w, compute))
         return None
     return compute()

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from kernels import clock, drain_weight_gradients, linear, weight_gradient
+from kernels import clock, drain_weight_gradients, linear, weight_gradient, weight_gradients_put_off
 from settings import knob
 
 
@@ -608,7 +608,8 @@ def _edge(x):
 def _backward(edges, grads):
     pairs = [(e, g) for e, g in zip(edges, grads) if e is not None]
     if pairs:
-        torch.autograd.backward(*map(list, zip(*pairs)))
+        with weight_gradients_put_off():
+            torch.autograd.backward(*map(list, zip(*pairs)))
 
 
 class _Cut:

@@ -2,6 +2,9 @@
 that a step must not make."""
 
 import collections
+import subprocess
+import sys
+from pathlib import Path
 
 import harness
 import pytest
@@ -246,3 +249,35 @@ def test_weight_gradients_are_computed_while_gradients_travel(pool, tokens):
             assert len(at) == 4     # two products in each of two layers
             flying = [events[:i].count("launch") - events[:i].count("wait") for i in at]
             assert flying == [int(defer)] * 4, events
+
+
+# ---- no host reads ----
+
+STATIC = dict(ep=4, micro_batch=1, capacity_factor=1.25, precision="bf16", d_expert=32, optimizer="adamw",
+              aux_loss_coef=0.01, z_loss_coef=0.01, bias_update_rate=1e-3)
+
+
+def trace(tokens, knobs, sabotage=""):
+    script = Path(__file__).parent / "host_reads.py"
+    return subprocess.run([sys.executable, str(script), tokens, repr(knobs), sabotage], capture_output=True, text=True,
+                          timeout=200)
+
+
+@pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("full",)),
+                                  dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position")],
+                         ids=["expert", "rank", "tp"])
+def test_a_step_with_capacity_reads_nothing(tokens, more):
+    done = trace(tokens, STATIC | more)
+    assert done.returncode == 0 and "no host reads" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("read", ["x.cpu()", "x.to(device=torch.device('cpu'))", "bool(x.sum())"])
+def test_the_trace_sees_host_reads(tokens, read):
+    done = trace(tokens, STATIC, read)
+    assert done.returncode != 0 and ("the host reads a tensor" in done.stderr), done.stderr[-3000:]
+
+
+def test_what_may_read_is_seen_to_read(tokens):
+    """Dropless mode and repeated steps need the host."""
+    for more in (dict(capacity_factor=0.0), dict(on_overflow="rerun")):
+        assert "the host reads a tensor" in trace(tokens, STATIC | more).stderr
