@@ -561,7 +561,7 @@ def _rope_knobs(config, path):
     if kind == "default":
         return {"rope_theta": float(theta)}
     names = {entry: name for name, entry in ({name: name for name in models.YARN} | YARN_ENTRIES).items()}
-    strange = [name for name in rope if name not in names]
+    strange = [name for name, value in rope.items() if name not in names and value is not None]
     if kind != "yarn" or strange or rope.get("factor") is None:
         raise CheckpointError(f"{path} scales rotary positions by {kind} with {rope}, which cannot be run here")
     text = ",".join(f"{names[name]}={float(value)!r}" for name, value in rope.items() if value is not None)
@@ -823,7 +823,7 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty: choose another folder")
     parallel.init(torch.device("cpu"))
-    state, cfg = read_state(source), None
+    state = read_state(source)
     if flaws := damage(source, parallel.Group("world", (0,))):
         raise CheckpointError(f"checkpoint {source} is damaged: {flaws[0]}")
     known = {field.name for field in dataclasses.fields(Config)}
