@@ -13,7 +13,7 @@ A save goes into step_000100.partial. Rank 0 renames it when every file is on di
 checkpoints away: whenever a run is killed, the newest folder with a proper name is whole. What happens to files
 later (a truncated copy, a flipped bit) is found by size and checksum, which safetensors itself does not have.
 
-    python checkpoint.py import DIR out_dir      from a model in Hugging Face's layout (the second half of this file)
+    python checkpoint.py import DIR out_dir      from a model in Hugging Face's layout (second half of this file)
     python checkpoint.py export out_dir DIR      to one
 """
 
@@ -307,9 +307,9 @@ def save(out_dir, step, keep, model, optimizer, layout, about):
 
 
 def write(out_dir, step, keep, tensors, layout, about):
-    """Writes a checkpoint of what tensors() returns, DTensors, then takes away all but the newest `keep` up to here.
-    `about`: what state.json should hold besides. If anything fails on any rank, all raise CheckpointError, and what
-    was there before still is. Collective."""
+    """Writes a checkpoint of what tensors() returns, DTensors, then takes away all but the newest `keep` up to
+    here. `about`: what state.json should hold besides. If anything fails on any rank, all raise CheckpointError, and
+    what was there before still is. Collective."""
     final, world = step_folder(out_dir, step), layout.world
     partial = final.with_suffix(".partial")
 
@@ -445,7 +445,8 @@ def load_weights(folder, model, layout):
 
 
 def _swiglu(ours, theirs, gate="gate_proj", up="up_proj", down="down_proj"):
-    return {f"{ours}.w1": (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"), f"{ours}.w2": f"{theirs}.{down}.weight"}
+    return {f"{ours}.w1": (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
+            f"{ours}.w2": f"{theirs}.{down}.weight"}
 
 
 # Our names to theirs. A pair is our dimension of gate and up, {e} our dimension of experts. What is not OUTSIDE
@@ -455,10 +456,12 @@ BLOCK = {"norm1.weight": "input_layernorm.weight", "norm2.weight": "post_attenti
          "attention.wo": "self_attn.o_proj.weight"}
 GQA = {"attention.wq": "self_attn.q_proj.weight", "attention.wk": "self_attn.k_proj.weight",
        "attention.wv": "self_attn.v_proj.weight"}
-QK_NORM = {"attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight"}
+QK_NORM = {"attention.q_norm.weight": "self_attn.q_norm.weight",
+           "attention.k_norm.weight": "self_attn.k_norm.weight"}
 MLA = {"attention.wq_a": "self_attn.q_a_proj.weight", "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
        "attention.wq": "self_attn.q_b_proj.weight", "attention.wkv_a": "self_attn.kv_a_proj_with_mqa.weight",
-       "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight", "attention.wkv": "self_attn.kv_b_proj.weight"}
+       "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+       "attention.wkv": "self_attn.kv_b_proj.weight"}
 EXPERTS = {"moe.router.weight": "mlp.gate.weight"} | _swiglu("moe.experts", "mlp.experts.{e}")
 
 # Knobs to entries of config.json; further on, of each architecture: more of them, what it fixes, and its tensors.
@@ -494,7 +497,8 @@ ARCHITECTURES = {
 SYNONYMS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts",
             "num_local_experts": "num_experts"}
 # Entries that change what a model computes, and the only value of each that is known here
-ONLY = {"attention_bias": False, "clip_qkv": None, "sliding_window": None, "hidden_act": "silu", "decoder_sparse_step": 1,
+ONLY = {"attention_bias": False, "clip_qkv": None, "sliding_window": None, "hidden_act": "silu",
+        "decoder_sparse_step": 1,
         "rope_interleave": True, "moe_layer_freq": 1, "partial_rotary_factor": 1.0}
 YARN_ENTRIES = {"original": "original_max_position_embeddings"}     # the others have one name here and there
 
@@ -594,13 +598,13 @@ def config_json(cfg, dtype):
         if not misfits[kind]:
             return kind, contents
     kind = min(misfits, key=lambda kind: len(misfits[kind]))
-    raise CheckpointError(f"no architecture of transformers known here has this model: closest is {kind}, which has "
-                          f"no {', '.join(misfits[kind])}")
+    raise CheckpointError(f"no architecture of transformers known here has this model: closest is {kind}, which "
+                          f"has no {', '.join(misfits[kind])}")
 
 
 def architecture_words(source):
-    """["--name=value"] of the architecture in `source`, the value of init_from; for the front of a command line, so
-    that what the user says wins (and `check_init` objects)."""
+    """["--name=value"] of the architecture in `source`, the value of init_from; for the front of a command line,
+    so that what the user says wins (and `check_init` objects)."""
     kind, _, folder = source.partition(":")
     if kind != "hf":
         return []
@@ -645,7 +649,8 @@ class _Folder:
                 file = safe_open(path, "pt")
                 self.at |= {key: (path, file) for key in file.keys()}
         except (OSError, SafetensorError) as error:
-            reason = "is missing" if isinstance(error, FileNotFoundError) else f"is truncated or no safetensors: {error}"
+            missing = isinstance(error, FileNotFoundError)
+            reason = "is missing" if missing else f"is truncated or no safetensors: {error}"
             raise CheckpointError(f"{path} {reason}".replace("\n", " ")) from None
         for key in sorted(files or {}):
             if key not in self.at:
@@ -811,8 +816,8 @@ def import_hf(folder, out_dir, argv):
 
 @torch.no_grad()
 def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
-    """A checkpoint (or the newest one of an out_dir), whatever its layout, as a Hugging Face folder, on one process
-    that holds a file's tensors at a time. The folder has its name only when it is complete."""
+    """A checkpoint (or the newest one of an out_dir), whatever its layout, as a Hugging Face folder, on one
+    process that holds a file's tensors at a time. The folder has its name only when it is complete."""
     from safetensors.torch import save_file
     from train import Config
 
@@ -878,7 +883,7 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
 
 
 def main(argv):
-    usage = ("usage: checkpoint.py import DIR OUT_DIR [--key=value ...]   (under torchrun: with --ep=8 and the like)\n"
+    usage = ("usage: checkpoint.py import DIR OUT_DIR [--key=value ...]   (under torchrun: with --ep=8, say)\n"
              "       checkpoint.py export OUT_DIR DIR [--dtype=bf16]")
     named = [word for word in argv[1:] if not word.startswith("--")]
     if argv[:1] not in (["import"], ["export"]) or len(named) != 2:

@@ -46,14 +46,14 @@ class ModelConfig:
     d_head: int = knob(0, "width of a head; 0: d_model / n_head", least=0)
     seq_len: int = knob(256, "tokens per sequence", least=1)
     rope_theta: float = knob(10000.0, "base of the rotary position frequencies", least=1)
-    rope_scaling: str = knob("", "YaRN for sequences beyond those of pre-training: factor=40,original=4096, and if "
-                             "need be beta_fast, beta_slow, mscale, mscale_all_dim; empty: none")
+    rope_scaling: str = knob("", "YaRN for sequences beyond those of pre-training: factor=40,original=4096, and "
+                             "if need be beta_fast, beta_slow, mscale, mscale_all_dim; empty: none")
     qk_norm: str = knob("none", "normalize queries and keys per head, or over all heads together",
                         choices=("none", "head", "full"))
     norm_eps: float = knob(1e-6, "epsilon of every RMSNorm", least=0)
     tie_embeddings: bool = knob(False, "use the embedding as the head")
     attention: str = knob("gqa", "grouped-query, or multi-head latent attention", choices=("gqa", "mla"))
-    q_lora_rank: int = knob(0, "mla: width of the queries' latent; 0: queries come straight from the stream", least=0)
+    q_lora_rank: int = knob(0, "mla: width of the queries' latent; 0: they come straight from the stream", least=0)
     kv_lora_rank: int = knob(64, "mla: width of the latent that keys and values come from", least=1)
     d_nope: int = knob(32, "mla: width of a head's part of queries and keys without positions", least=1)
     d_rope: int = knob(16, "mla: width of the part with rotary positions, whose key all heads share", least=2)
@@ -66,8 +66,8 @@ def check(cfg):
         if cfg.d_rope % 2:
             problems.append(f"d_rope={cfg.d_rope} is odd, but rotary positions turn pairs: make d_rope even")
         if cfg.qk_norm != "none":
-            problems.append(f"qk_norm={cfg.qk_norm} is of attention=gqa; attention=mla normalizes its latents: set "
-                            f"qk_norm=none")
+            problems.append(f"qk_norm={cfg.qk_norm} is of attention=gqa; attention=mla normalizes its latents: "
+                            f"set qk_norm=none")
         if cfg.n_kv_head not in (0, cfg.n_head):
             problems.append(f"n_kv_head={cfg.n_kv_head}, but with attention=mla every head has its own keys: set "
                             f"n_kv_head=0")
@@ -102,7 +102,8 @@ def head_width(cfg):
     return cfg.d_head or cfg.d_model // cfg.n_head
 
 
-YARN = {"factor": None, "original": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
+YARN = {"factor": None, "original": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0,
+        "mscale_all_dim": 0.0}
 
 
 def yarn(text):
@@ -122,7 +123,8 @@ def check_rope_scaling(text):
     except ValueError:
         return [f"rope_scaling={text} cannot be read: it takes factor=NUMBER,original=TOKENS and if need be "
                 f"{', '.join(list(YARN)[2:])}"]
-    if values and not (values["factor"] >= 1 <= values["original"] and values["beta_fast"] > values["beta_slow"] > 0):
+    if values and not (values["factor"] >= 1 <= values["original"]
+                       and values["beta_fast"] > values["beta_slow"] > 0):
         return [f"rope_scaling={text} needs factor and original of at least 1, and beta_fast > beta_slow > 0"]
     return []
 
@@ -536,7 +538,8 @@ def main(argv):
 
     def architecture(cfg):
         cfg = one_rank(cfg)
-        return check(cfg) + moe.check(cfg) + ([] if cfg.vocab_size else ["vocab_size=0 means that of the data: set it"])
+        unset = [] if cfg.vocab_size else ["vocab_size=0 means that of the data: set it"]
+        return check(cfg) + moe.check(cfg) + unset
 
     cfg = one_rank(load(Config, argv, architecture))
     parallel.init(torch.device("cpu"))
@@ -547,7 +550,8 @@ def main(argv):
     parallel.finish()
     print(f"parameters   {counts['total']:>19,}", f"  in experts {counts['experts']:>19,}",
           f"  active     {counts['active']:>19,}",
-          f"GFLOP/token  {flops_per_token(cfg) / 1e9:>19,.2f}   forward and backward, sequences of {cfg.seq_len:,}",
+          f"GFLOP/token  {flops_per_token(cfg) / 1e9:>19,.2f}   forward and backward, sequences of "
+          f"{cfg.seq_len:,}",
           sep="\n")
 
 

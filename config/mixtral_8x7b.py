@@ -1,4 +1,4 @@
-"""Mixtral-8x7B (arXiv:2401.04088): 47 B parameters, 13 B active. On 8 GPUs a rank holds one expert of each layer."""
+"""Mixtral-8x7B (arXiv:2401.04088): 47 B parameters, 13 B active. On 8 GPUs each has an expert of each layer."""
 vocab_size = 32000
 d_model = 4096
 n_layer = 32

@@ -1,4 +1,7 @@
-"""Qwen3-235B-A22B: 235 B parameters, 22 B active. The layout is the published one for 256 GB200: pp 8 · vpp 3 · ep 32."""
+"""Qwen3-235B-A22B: 235 B parameters, 22 B active.
+
+The layout is the published one for 256 GB200: pp 8 · vpp 3 · ep 32.
+"""
 vocab_size = 151936
 d_model = 4096
 n_layer = 94

@@ -30,7 +30,8 @@ PUBLISHED = {
 
 
 def run_model_py(*words):
-    return subprocess.run([sys.executable, "model.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "model.py", *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -47,7 +48,8 @@ def test_counts_are_those_published(name):
 def test_counts_need_a_possible_model():
     done = run_model_py("config/deepseek_v3.py", "--qk_norm=head", "--d_rope=63", "--rope_scaling=factor=4")
     assert done.returncode == 2 and done.stdout == ""
-    assert [word for word in ("rope_scaling=factor=4", "d_rope=63", "qk_norm=head") if word not in done.stderr] == []
+    for word in ("rope_scaling=factor=4", "d_rope=63", "qk_norm=head"):
+        assert word in done.stderr
     assert len(done.stderr.splitlines()) == 3, done.stderr
 
 
@@ -73,7 +75,8 @@ def test_presets_can_be_laid_out(preset, long_tokens):
 
 # ---- multi-head latent attention ----
 
-MLA = dict(attention="mla", n_kv_head=0, qk_norm="none", q_lora_rank=12, kv_lora_rank=10, d_nope=6, d_rope=4, d_v=5)
+MLA = dict(attention="mla", n_kv_head=0, qk_norm="none", q_lora_rank=12, kv_lora_rank=10, d_nope=6, d_rope=4,
+           d_v=5)
 YARN = "factor=4,original=8,beta_fast=4,beta_slow=1,mscale=1,mscale_all_dim=0.7"
 LAYOUTS = {
     "tp 4": dict(tp=4, ep=4),
@@ -156,7 +159,8 @@ MODELS = {
                                                                  tie_word_embeddings=True)),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | dict(q_lora_rank=12, rope_parameters=SCALED)),
     "deepseek_v3, full queries": ("DeepseekV3Config", DEEPSEEK | dict(q_lora_rank=None, n_shared_experts=2)),
-    "olmoe": ("OlmoeConfig", COMMON | dict(num_experts=8, intermediate_size=16, pad_token_id=None, eos_token_id=2)),
+    "olmoe": ("OlmoeConfig", COMMON | dict(num_experts=8, intermediate_size=16, pad_token_id=None,
+                                           eos_token_id=2)),
     "mixtral": ("MixtralConfig", COMMON | dict(num_local_experts=8, intermediate_size=16)),
 }
 SPREAD = {
@@ -187,7 +191,8 @@ def make_model(name):
 def knobs_of(folder):
     """Of the folder's architecture, and what the tests' small model has else is off."""
     import checkpoint
-    return dict(n_dense_layers=0, n_shared_experts=0, n_kv_head=0, qk_norm="none") | checkpoint.read_config(folder)[1]
+    off = dict(n_dense_layers=0, n_shared_experts=0, n_kv_head=0, qk_norm="none")
+    return off | checkpoint.read_config(folder)[1]
 
 
 def start_from(folder, knobs, world):
@@ -261,11 +266,12 @@ def test_transformers_computes_the_same(pool, tokens, folders, tmp_path, name):
     expected = pool.run(1, weights_here, str(tmp_path / "gradients"), base, 1)[0]
 
     runs = {"one process": pool.run(1, computed_here, str(folder), [base], 1, tokens_BS[:3])[0][0]}
-    for rank, found in enumerate(pool.run(4, computed_here, str(folder), [base | knobs for knobs in SPREAD.values()],
-                                          4, tokens_BS[:3])):
+    spread = pool.run(4, computed_here, str(folder), [base | knobs for knobs in SPREAD.values()], 4, tokens_BS[:3])
+    for rank, found in enumerate(spread):
         runs |= {f"{layout}, rank {rank}": result for layout, result in zip(SPREAD, found)}
     for what, result in runs.items():
-        torch.testing.assert_close(result["logits"], logits[:3].detach(), rtol=0, atol=1e-4, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(result["logits"], logits[:3].detach(), rtol=0, atol=1e-4,
+                                   msg=lambda m: f"{what}: {m}")
         assert result["loss"] == pytest.approx(loss.item(), rel=1e-4), what
         assert result["grads"].keys() == expected.keys()
         for key, grad in expected.items():
@@ -279,8 +285,8 @@ def save_here(folder, out_dir, knobs, world):
 
 
 def run_checkpoint_py(*words):
-    return subprocess.run([sys.executable, "checkpoint.py", *map(str, words)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+    return subprocess.run([sys.executable, "checkpoint.py", *map(str, words)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
 
 
 def tensors_in(folder):
