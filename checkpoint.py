@@ -780,7 +780,7 @@ def import_hf(folder, out_dir, argv):
     cfg = load_settings(Config, words, check_init, models.check, moe.check, lambda cfg: parallel.check(cfg, ranks))
     parallel.init(torch.device("cpu"), cfg.timeout_s)
     layout = parallel.Layout(parallel.sizes_of(cfg, ranks), torch.device("cpu"))
-    lock_file = lock(out_dir, layout.world)
+    held = lock(out_dir, layout.world)      # by rank 0, until it ends
 
     def free():
         if own := folders(out_dir):
@@ -790,7 +790,8 @@ def import_hf(folder, out_dir, argv):
     with torch.device("meta"):
         model = models.Model(cfg, layout)
     model.to_empty(device="cpu")
-    torch._foreach_zero_(list(model.buffers()))
+    for buffer in model.buffers():
+        buffer.zero_()
     load_hf(folder, model, layout)
     place, owners = _Placements(model, layout).place, {(): layout.plane, ("tp",): layout.dpcp}
     tensors = {name: place(name, p.detach()) for name, p in model.named_parameters()
@@ -811,7 +812,8 @@ def import_hf(folder, out_dir, argv):
         (Path(out_dir) / "config.py").write_text(f'"""The model of {folder}."""\n{text}')
         print(f"{step_folder(out_dir, 0)} holds the model of {folder}; go on from it with\n"
               f"  train.py {out_dir}/config.py --out_dir={out_dir} --data=...")
-    lock_file.close()
+    if held:
+        held.close()
 
 
 @torch.no_grad()

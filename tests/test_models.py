@@ -341,6 +341,19 @@ def test_import_then_train_is_init_from(pool, tokens, folders, tmp_path):
     assert again.returncode == 2 and "step_000000" in again.stderr and len(again.stderr.splitlines()) == 1
 
 
+def test_import_over_several_ranks(folders, tmp_path):
+    """Stages, heads and experts are spread; the first stage has no MoE layer."""
+    folder, _ = folders("deepseek_v3")
+    words = ["--nproc_per_node=4", "checkpoint.py", "import", str(folder), f"{tmp_path}/out", "--pp=2", "--tp=2",
+             "--ep=2", "--pp_layout=1,2"]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    done = run_checkpoint_py("export", tmp_path / "out", tmp_path / "back")
+    assert done.returncode == 0, done.stderr
+    same_tensors(folder, tmp_path / "back")
+
+
 def test_train_starts_from_a_folder(tokens, folders, tmp_path):
     folder, model = folders("mixtral")
     words = [sys.executable, "train.py", f"--init_from=hf:{folder}", f"--data={tokens}", f"--out_dir={tmp_path}/out",
