@@ -12,6 +12,9 @@ from Model.shards and the layout, so torch.distributed.checkpoint cuts it anew f
 A save goes into step_000100.partial. Rank 0 renames it when every file is on disk, and only then takes older
 checkpoints away: whenever a run is killed, the newest folder with a proper name is whole. What happens to files
 later (a truncated copy, a flipped bit) is found by size and checksum, which safetensors itself does not have.
+
+    python checkpoint.py import DIR out_dir      from a model in Hugging Face's layout (second half of this file)
+    python checkpoint.py export out_dir DIR      to one
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import zlib
 from pathlib import Path
 
@@ -35,7 +39,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import model as models
 import moe
 import parallel
-from settings import as_dict
+from settings import as_dict, knob
+from settings import load as load_settings
 
 STATE, FORMAT = "state.json", 1
 # Knobs of model.py and moe.py that may change between a checkpoint and the run that goes on from it
@@ -296,9 +301,15 @@ def damage(folder, group):
 
 
 def save(out_dir, step, keep, model, optimizer, layout, about):
-    """Writes the state after `step` updates, then takes away all but the newest `keep` up to here. `about`: what
-    state.json should hold besides. If anything fails on any rank, all raise CheckpointError, and what was there
-    before still is. Collective."""
+    """Writes the state after `step` steps. Otherwise as `write`."""
+    write(out_dir, step, keep, lambda: _to_save(model, optimizer, layout), layout,
+          {**about, "updates": optimizer.updates})
+
+
+def write(out_dir, step, keep, tensors, layout, about):
+    """Writes a checkpoint of what tensors() returns, DTensors, then takes away all but the newest `keep` up to
+    here. `about`: what state.json should hold besides. If anything fails on any rank, all raise CheckpointError, and
+    what was there before still is. Collective."""
     final, world = step_folder(out_dir, step), layout.world
     partial = final.with_suffix(".partial")
 
@@ -308,7 +319,7 @@ def save(out_dir, step, keep, model, optimizer, layout, about):
         partial.mkdir(parents=True)
 
     def finish():
-        write_state(partial, {**about, "format": FORMAT, "step": step, "updates": optimizer.updates, "rng": rng,
+        write_state(partial, {**about, "format": FORMAT, "step": step, "rng": rng,
                               "files": {name: entry for part in written for name, entry in part.items()}})
         _sync(partial)
         if final.exists():  # a damaged one that this run went back behind: kept, under another name
@@ -322,7 +333,7 @@ def save(out_dir, step, keep, model, optimizer, layout, about):
     try:
         _agreed(world, begin, only_rank0=True)
         try:
-            dcp.save(_to_save(model, optimizer, layout), process_group=parallel.process_group(world.ranks),
+            dcp.save(tensors(), process_group=parallel.process_group(world.ranks),
                      storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{partial}: {_reason(error)}") from error
@@ -394,6 +405,8 @@ def load(folder, state, model, optimizer, layout):
     place, tensors, copies = _Placements(model, layout).place, {}, []
     for family in optimizer.families:
         for kind, shard in optimizer.state(family).items():
+            if kind and state.get("weights_only"):  # an imported model: AdamW's averages begin at zero
+                continue
             for name, shape, start in family.slots:
                 low, high = max(start, family.own.start), min(start + shape.numel(), family.own.stop)
                 if low < high:
@@ -425,3 +438,471 @@ def load_weights(folder, model, layout):
     _read(folder, tensors, layout.world)
     for name, target in targets.items():
         target.copy_(tensors[name].to_local())
+
+
+# --------------------------------------------------------------------------------------------------
+# Hugging Face's layout: folders with config.json and model-*.safetensors, as published models come
+
+
+def _swiglu(ours, theirs, gate="gate_proj", up="up_proj", down="down_proj"):
+    return {f"{ours}.w1": (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
+            f"{ours}.w2": f"{theirs}.{down}.weight"}
+
+
+# Our names to theirs. A pair is our dimension of gate and up, {e} our dimension of experts. What is not OUTSIDE
+# stands below layers.N. here and below model.layers.N. there.
+OUTSIDE = {"embedding": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head": "lm_head.weight"}
+BLOCK = {"norm1.weight": "input_layernorm.weight", "norm2.weight": "post_attention_layernorm.weight",
+         "attention.wo": "self_attn.o_proj.weight"}
+GQA = {"attention.wq": "self_attn.q_proj.weight", "attention.wk": "self_attn.k_proj.weight",
+       "attention.wv": "self_attn.v_proj.weight"}
+QK_NORM = {"attention.q_norm.weight": "self_attn.q_norm.weight",
+           "attention.k_norm.weight": "self_attn.k_norm.weight"}
+MLA = {"attention.wq_a": "self_attn.q_a_proj.weight", "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+       "attention.wq": "self_attn.q_b_proj.weight", "attention.wkv_a": "self_attn.kv_a_proj_with_mqa.weight",
+       "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+       "attention.wkv": "self_attn.kv_b_proj.weight"}
+EXPERTS = {"moe.router.weight": "mlp.gate.weight"} | _swiglu("moe.experts", "mlp.experts.{e}")
+
+# Knobs to entries of config.json; further on, of each architecture: more of them, what it fixes, and its tensors.
+ENTRIES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "d_model": "hidden_size",
+           "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "norm_eps": "rms_norm_eps",
+           "tie_embeddings": "tie_word_embeddings", "top_k": "num_experts_per_tok"}
+ARCHITECTURES = {
+    "qwen3_moe": dict(
+        name="Qwen3MoeForCausalLM", fixed={"qk_norm": "head"},
+        entries={"d_head": "head_dim", "d_ff": "intermediate_size", "num_experts": "num_experts",
+                 "d_expert": "moe_intermediate_size", "norm_topk": "norm_topk_prob"},
+        tensors=BLOCK | GQA | QK_NORM | _swiglu("mlp", "mlp") | EXPERTS),
+    "mixtral": dict(
+        name="MixtralForCausalLM", fixed={"norm_topk": True},
+        entries={"d_head": "head_dim", "num_experts": "num_local_experts", "d_expert": "intermediate_size"},
+        tensors=BLOCK | GQA | {"moe.router.weight": "block_sparse_moe.gate.weight"}
+        | _swiglu("moe.experts", "block_sparse_moe.experts.{e}", "w1", "w3", "w2")),
+    "olmoe": dict(
+        name="OlmoeForCausalLM", fixed={"qk_norm": "full"},
+        entries={"num_experts": "num_experts", "d_expert": "intermediate_size", "norm_topk": "norm_topk_prob"},
+        tensors=BLOCK | GQA | QK_NORM | EXPERTS),
+    "deepseek_v3": dict(
+        name="DeepseekV3ForCausalLM", fixed={"attention": "mla", "score_fn": "sigmoid"},
+        entries={"n_dense_layers": "first_k_dense_replace", "d_ff": "intermediate_size",
+                 "num_experts": "n_routed_experts", "d_expert": "moe_intermediate_size",
+                 "n_shared_experts": "n_shared_experts", "norm_topk": "norm_topk_prob",
+                 "route_scale": "routed_scaling_factor", "n_groups": "n_group", "topk_groups": "topk_group",
+                 "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "d_nope": "qk_nope_head_dim",
+                 "d_rope": "qk_rope_head_dim", "d_v": "v_head_dim"},
+        tensors=BLOCK | MLA | _swiglu("mlp", "mlp") | _swiglu("moe.shared", "mlp.shared_experts") | EXPERTS
+        | {"moe.router.bias_E": "mlp.gate.e_score_correction_bias"}),
+}
+SYNONYMS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts",
+            "num_local_experts": "num_experts"}
+# Entries that change what a model computes, and the only value of each that is known here
+ONLY = {"attention_bias": False, "clip_qkv": None, "sliding_window": None, "hidden_act": "silu",
+        "decoder_sparse_step": 1,
+        "rope_interleave": True, "moe_layer_freq": 1, "partial_rotary_factor": 1.0}
+YARN_ENTRIES = {"original": "original_max_position_embeddings"}     # the others have one name here and there
+
+
+def architecture_of(cfg):
+    """{knob: value} of all that decides what a checkpoint's tensors mean, spelled one way: what follows from other
+    knobs is written out, and what the model does not use is left out."""
+    fixed = {f.name for part in (models.ModelConfig, moe.MoEConfig) for f in dataclasses.fields(part)} - FREE
+    values = {name: getattr(cfg, name) for name in fixed} | {"n_kv_head": cfg.n_kv_head or cfg.n_head,
+                                                             "d_head": models.head_width(cfg),
+                                                             "rope_scaling": models.yarn(cfg.rope_scaling)}
+    unused = {"q_lora_rank", "kv_lora_rank", "d_nope", "d_rope", "d_v"}
+    if cfg.attention == "mla":
+        unused = {"d_head", "n_kv_head"}
+    if not cfg.n_dense_layers:
+        unused |= {"d_ff"}
+    return {name: value for name, value in values.items() if name not in unused}
+
+
+def read_config(folder):
+    """The architecture's name and the knobs that a Hugging Face folder's config.json means."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise CheckpointError(f"{path} is truncated or no JSON") from None
+    return _knobs_of(config, path)
+
+
+def _knobs_of(config, path):
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(f"{path} has model_type={kind}; known are {', '.join(ARCHITECTURES)}")
+    if not config.get("use_sliding_window", True):
+        config = config | {"sliding_window": None}
+    for name, value in ONLY.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(f"{path} has {name}={config[name]}, but only {name}={value} can be run here")
+    architecture, knobs = ARCHITECTURES[kind], {}
+    for knob, entry in (ENTRIES | architecture["entries"]).items():
+        value = config.get(entry, config.get(SYNONYMS.get(entry)))
+        if value is not None:
+            knobs[knob] = value
+        elif knob not in ("n_kv_head", "d_head", "q_lora_rank", "tie_embeddings"):
+            raise CheckpointError(f"{path} has no {entry}")
+    if kind == "qwen3_moe":
+        dense = config.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))):
+            raise CheckpointError(f"{path} has mlp_only_layers={dense}, but only first layers can be dense here")
+        knobs["n_dense_layers"] = len(dense)
+    if kind == "deepseek_v3":
+        knobs.pop("n_kv_head", None)    # of no meaning there
+    return kind, knobs | architecture["fixed"] | _rope_knobs(config, path)
+
+
+def _rope_knobs(config, path):
+    """Old folders have rope_theta and rope_scaling, new ones rope_parameters with both."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
+    if kind == "default":
+        return {"rope_theta": float(theta)}
+    names = {entry: name for name, entry in ({name: name for name in models.YARN} | YARN_ENTRIES).items()}
+    strange = [name for name, value in rope.items() if name not in names and value is not None]
+    if kind != "yarn" or strange or rope.get("factor") is None:
+        raise CheckpointError(f"{path} scales rotary positions by {kind} with {rope}, which cannot be run here")
+    text = ",".join(f"{names[name]}={float(value)!r}" for name, value in rope.items() if value is not None)
+    return {"rope_theta": float(theta), "rope_scaling": text}
+
+
+def config_json(cfg, dtype):
+    """(architecture, contents of config.json) for the model of `cfg`; CheckpointError where none can say it."""
+    ours, misfits = architecture_of(cfg), {}
+    for kind, architecture in ARCHITECTURES.items():
+        entries = {entry: getattr(cfg, knob) for knob, entry in (ENTRIES | architecture["entries"]).items()}
+        entries |= {"num_key_value_heads": cfg.n_kv_head or cfg.n_head, "q_lora_rank": cfg.q_lora_rank or None}
+        if "head_dim" in entries:
+            entries["head_dim"] = models.head_width(cfg)
+        if kind == "qwen3_moe":
+            entries |= {"mlp_only_layers": list(range(cfg.n_dense_layers)), "decoder_sparse_step": 1}
+        length, yarn = cfg.seq_len, models.yarn(cfg.rope_scaling)
+        if yarn:
+            entries["rope_scaling"] = {"type": "yarn", "rope_type": "yarn"} | {
+                YARN_ENTRIES.get(name, name): value for name, value in yarn.items() if value}
+            entries["rope_scaling"]["original_max_position_embeddings"] = int(yarn["original"])
+            length = max(length, int(yarn["original"] * yarn["factor"]))
+        contents = {"architectures": [architecture["name"]], "model_type": kind, "hidden_act": "silu",
+                    "attention_bias": False, "max_position_embeddings": length, "rope_theta": cfg.rope_theta,
+                    "torch_dtype": str(dtype)[6:], **entries}
+        # what another reader would make of it must be this model and no other
+        theirs = architecture_of(dataclasses.replace(type(cfg)(), **_knobs_of(contents, "config.json")[1]))
+        misfits[kind] = [f"{name}={ours.get(name)}" for name in sorted(ours.keys() | theirs.keys())
+                         if ours.get(name) != theirs.get(name)]
+        if not misfits[kind]:
+            return kind, contents
+    kind = min(misfits, key=lambda kind: len(misfits[kind]))
+    raise CheckpointError(f"no architecture of transformers known here has this model: closest is {kind}, which "
+                          f"has no {', '.join(misfits[kind])}")
+
+
+def architecture_words(source):
+    """["--name=value"] of the architecture in `source`, the value of init_from; for the front of a command line,
+    so that what the user says wins (and `check_init` objects)."""
+    kind, _, folder = source.partition(":")
+    if kind != "hf":
+        return []
+    try:
+        _, knobs = read_config(folder)
+    except CheckpointError:
+        return []
+    return [f"--{name}={value}" for name, value in knobs.items()]
+
+
+def check_init(cfg):
+    """Why `cfg` cannot start from cfg.init_from, if so."""
+    if not cfg.init_from:
+        return []
+    kind, _, folder = cfg.init_from.partition(":")
+    if kind != "hf" or not folder:
+        return [f"init_from={cfg.init_from} is not of the form hf:FOLDER"]
+    try:
+        _, knobs = read_config(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    now, then = architecture_of(cfg), architecture_of(dataclasses.replace(type(cfg)(), **knobs))
+    other = [f"{name}={then.get(name)} there, {now.get(name)} here" for name in sorted(now.keys() | then.keys())
+             if now.get(name) != then.get(name)]
+    return [f"init_from={cfg.init_from} is another model: {'; '.join(other)}"] if other else []
+
+
+class _Folder:
+    """The tensors of a Hugging Face folder, read in slices."""
+
+    def __init__(self, folder):
+        from safetensors import SafetensorError, safe_open
+
+        index, one = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        try:
+            files = json.loads(index.read_text())["weight_map"] if index.exists() else None
+        except (ValueError, KeyError):
+            raise CheckpointError(f"{index} cannot be read") from None
+        self.folder, self.at, self.used, path = folder, {}, set(), one
+        try:
+            for path in sorted({folder / name for name in files.values()}) if files else [one]:
+                file = safe_open(path, "pt")
+                self.at |= {key: (path, file) for key in file.keys()}
+        except (OSError, SafetensorError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            reason = "is missing" if missing else f"is truncated or no safetensors: {error}"
+            raise CheckpointError(f"{path} {reason}".replace("\n", " ")) from None
+        for key in sorted(files or {}):
+            if key not in self.at:
+                raise CheckpointError(f"{folder / files[key]} has no {key}, which {index.name} says it has")
+        config = json.loads((folder / "config.json").read_text())
+        self.block = (config.get("quantization_config") or {}).get("weight_block_size", [128, 128])
+
+    def check(self, key, shape):
+        if key not in self.at:
+            raise CheckpointError(f"{self.folder} has no {key}")
+        path, file = self.at[key]
+        found = list(file.get_slice(key).get_shape())
+        if found != list(shape):
+            raise CheckpointError(f"{path}: {key} has shape {found}, but this model's is {list(shape)}")
+        self.used |= {key, f"{key}_scale_inv"}
+
+    def read(self, key, index):
+        """The part `index` (a slice for each dimension) of a tensor. What is stored in FP8 comes with a scale for
+        each block of rows and columns."""
+        path, file = self.at[key]
+        x = file.get_slice(key)[tuple(index)]
+        scale = f"{key}_scale_inv"
+        if scale not in self.at:
+            return x
+        covering = tuple(slice(i.start // n, -(-i.stop // n)) for i, n in zip(index, self.block))
+        scale = self.at[scale][1].get_slice(scale)[covering].float()
+        for dim, (i, n) in enumerate(zip(index, self.block)):
+            scale = scale.repeat_interleave(n, dim).narrow(dim, i.start % n, i.stop - i.start)
+        return x.float() * scale
+
+
+def _tensors(kind, cfg):
+    straight = {} if cfg.q_lora_rank else {"attention.wq": "self_attn.q_proj.weight"}
+    return ARCHITECTURES[kind]["tensors"] | straight
+
+
+def _pieces(tensors, name, index):
+    """[(their name, where in our tensor, slices of theirs)] that make up the part `index` of our tensor `name`;
+    [] if this architecture does not have it."""
+    layer = re.match(r"(layers\.\d+\.)?", name)[0]
+    theirs = tensors.get(name[len(layer):]) if layer else OUTSIDE.get(name)
+    if theirs is None:
+        return []
+    prefix = f"model.{layer}" if layer else ""
+    index, numbers, parts = list(index), [None], theirs if isinstance(theirs, tuple) else [theirs]
+    if "{e}" in parts[0]:
+        numbers = range(index[0].start, index[0].stop)
+        index = index[1:]
+    if isinstance(theirs, tuple):
+        index = index[1:]
+    found = []
+    for i, e in enumerate(numbers):
+        for j, part in enumerate(parts):
+            where = (i,) * (e is not None) + (j,) * isinstance(theirs, tuple)
+            found.append((prefix + part.format(e=e), where, index))
+    return found
+
+
+@torch.no_grad()
+def load_hf(folder, model, layout):
+    """Weights and biases of `model` from a Hugging Face folder, of which each rank reads only its own slices.
+    Collective; whatever is missing, too much, misshapen or cut short is found before anything is changed."""
+    folder = Path(folder)
+    targets = {**dict(model.named_parameters()), **_buffers(model)}
+
+    def look():
+        kind, _ = read_config(folder)
+        source, tensors = _Folder(folder), _tensors(kind, model.cfg)
+        for name, target in targets.items():
+            pieces = _pieces(tensors, name, model.place(name, target.shape))
+            if not pieces and not name.endswith("bias_E"):      # a bias is zero where an architecture has none
+                raise CheckpointError(f"{folder} is a {kind}, which has nothing for this model's {name}")
+            for key, where, _ in pieces:
+                source.check(key, model.full_shape(name, target.shape)[len(where):])
+        return source, tensors
+
+    source, tensors = _agreed(layout.world, look)
+    used = set().union(*_all_told(layout.world, source.used))
+
+    def ignored(key):
+        """The copy of a tied head, tables that follow from the configuration, further modules than n_layer blocks
+        (those that predict more than one token)."""
+        layer = re.match(r"model\.layers\.(\d+)\.", key)
+        return (key == "lm_head.weight" and model.cfg.tie_embeddings or key.endswith("rotary_emb.inv_freq")
+                or layer and int(layer[1]) >= model.cfg.n_layer)
+
+    def strangers():
+        if strange := [key for key in sorted(source.at) if key not in used and not ignored(key)]:
+            more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
+            raise CheckpointError(f"{source.at[strange[0]][0]} has {strange[0]}{more}, which this model has not")
+
+    def read():
+        for name, target in targets.items():
+            for key, where, index in _pieces(tensors, name, model.place(name, target.shape)):
+                target[where].copy_(source.read(key, index))
+
+    _agreed(layout.world, strangers)
+    _agreed(layout.world, read)
+
+
+def initialize(source, model, layout):
+    """The model's weights from `source`, the value of init_from. Collective."""
+    load_hf(source.partition(":")[2], model, layout)
+
+
+# --------------------------------------------------------------------------------------------------
+# python checkpoint.py import | export
+
+
+@dataclasses.dataclass
+class ExportConfig:
+    """Knobs of `python checkpoint.py export OUT_DIR DIR`."""
+
+    program = "checkpoint.py export OUT_DIR DIR"
+
+    dtype: str = knob("auto", "of the tensors; auto: bf16 if the run's precision was that, else fp32",
+                      choices=("auto", "fp32", "bf16"))
+
+
+def import_hf(folder, out_dir, argv):
+    """A Hugging Face folder as checkpoint out_dir/step_000000, without optimizer state, in the layout that `argv`
+    and torchrun say. out_dir/config.py holds the architecture's knobs."""
+    from train import Config    # the one class that has every knob
+
+    words = [*architecture_words(f"hf:{folder}"), *argv, f"--init_from=hf:{folder}", f"--out_dir={out_dir}"]
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    cfg = load_settings(Config, words, check_init, models.check, moe.check, lambda cfg: parallel.check(cfg, ranks))
+    parallel.init(torch.device("cpu"), cfg.timeout_s)
+    layout = parallel.Layout(parallel.sizes_of(cfg, ranks), torch.device("cpu"))
+    held = lock(out_dir, layout.world)      # by rank 0, until it ends
+
+    def free():
+        if own := folders(out_dir):
+            raise CheckpointError(f"{out_dir} already has {own[0].name}: choose another out_dir")
+
+    _agreed(layout.world, free, only_rank0=True)
+    with torch.device("meta"):
+        model = models.Model(cfg, layout)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    load_hf(folder, model, layout)
+    place, owners = _Placements(model, layout).place, {(): layout.plane, ("tp",): layout.dpcp}
+    tensors = {name: place(name, p.detach()) for name, p in model.named_parameters()
+               if owners.get(tuple(model.shards(name)), layout.edp).rank == 0
+               and not (model.on_both_ends(name) and layout.pp.rank)}
+    if layout.plane.rank == 0:
+        tensors |= {name: place(name, buffer) for name, buffer in _buffers(model).items()}
+    _, knobs = read_config(folder)
+    stored = json.loads((Path(folder) / "config.json").read_text())
+    knobs |= {"precision": "bf16" if "bfloat16" in (stored.get("dtype"), stored.get("torch_dtype")) else "fp32",
+              "seq_len": min(stored.get("max_position_embeddings", 4096), 4096)}
+    tokenizer = "tokenizer.json" if (Path(folder) / "tokenizer.json").exists() else None
+    write(out_dir, 0, 1, lambda: tensors, layout, {
+        "config": knobs, "samples": 0, "wandb": None, "data": str(Path(folder).resolve()), "tokenizer": tokenizer,
+        "updates": 0, "weights_only": True})
+    if layout.world.rank == 0:
+        text = "".join(f"{name} = {value!r}\n" for name, value in knobs.items())
+        (Path(out_dir) / "config.py").write_text(f'"""The model of {folder}."""\n{text}')
+        print(f"{step_folder(out_dir, 0)} holds the model of {folder}; go on from it with\n"
+              f"  train.py {out_dir}/config.py --out_dir={out_dir} --data=...")
+    if held:
+        held.close()
+
+
+@torch.no_grad()
+def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
+    """A checkpoint (or the newest one of an out_dir), whatever its layout, as a Hugging Face folder, on one
+    process that holds a file's tensors at a time. The folder has its name only when it is complete."""
+    from safetensors.torch import save_file
+    from train import Config
+
+    source = Path(path) if step_of(path) is not None else next(iter(folders(path)), None)
+    folder, parts = Path(folder), []
+    if source is None or not source.is_dir():
+        raise CheckpointError(f"{path}: there is no checkpoint (a folder step_000100, or one of such)")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty: choose another folder")
+    parallel.init(torch.device("cpu"))
+    state = read_state(source)
+    if flaws := damage(source, parallel.Group("world", (0,))):
+        raise CheckpointError(f"checkpoint {source} is damaged: {flaws[0]}")
+    known = {field.name for field in dataclasses.fields(Config)}
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()}
+    cfg = dataclasses.replace(Config(**{name: value for name, value in saved.items() if name in known}),
+                              tp=1, cp=1, pp=1, vpp=1, pp_layout=(), ep=1, etp=1)
+    if dtype == "auto":
+        dtype = cfg.precision
+    dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    kind, contents = config_json(cfg, dtype)
+    tensors, layout = _tensors(kind, cfg), parallel.Layout(parallel.sizes_of(cfg, 1), torch.device("cpu"))
+    with torch.device("meta"):
+        model = models.Model(cfg, layout)
+    place, room = _Placements(model, layout).place, 0
+    for name, target in {**dict(model.named_parameters()), **_buffers(model)}.items():
+        size = target.numel() * dtype.itemsize
+        if not parts or size > room:
+            parts.append([])
+            room = file_bytes
+        parts[-1].append((name, target.shape))
+        room -= size
+    partial, files, total = folder.with_name(f"{folder.name}.partial"), {}, 0
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for number, part in enumerate(parts, 1):
+            whole = {name: torch.empty(shape) for name, shape in part}
+            _read(source, {name: place(name, x) for name, x in whole.items()}, layout.world)
+            out, file = {}, f"model-{number:05}-of-{len(parts):05}.safetensors"
+            for name, x in whole.items():
+                pieces = _pieces(tensors, name, [slice(0, n) for n in x.shape])
+                if not pieces and x.any():
+                    raise CheckpointError(f"{name} of {source} is not zero, but {kind} has no place for it")
+                kept = torch.float32 if name.endswith("bias_E") else dtype
+                out |= {key: x[where].to(kept).contiguous() for key, where, _ in pieces}
+            save_file(out, partial / file, {"format": "pt"})
+            files |= dict.fromkeys(out, file)
+            total += sum(x.nbytes for x in out.values())
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+        (partial / "config.json").write_text(json.dumps(contents, indent=1, sort_keys=True))
+        tokenizer = Path(state.get("data") or "") / "tokenizer.json"
+        if state.get("tokenizer") == "tokenizer.json" and tokenizer.exists():
+            shutil.copy(tokenizer, partial)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    print(f"{folder} holds {source} as {contents['architectures'][0]}, {total / 1e9:.3f} GB")
+
+
+def main(argv):
+    usage = ("usage: checkpoint.py import DIR OUT_DIR [--key=value ...]   (under torchrun: with --ep=8, say)\n"
+             "       checkpoint.py export OUT_DIR DIR [--dtype=bf16]")
+    named = [word for word in argv[1:] if not word.startswith("--")]
+    if argv[:1] not in (["import"], ["export"]) or len(named) != 2:
+        print(usage, file=sys.stderr)
+        sys.exit(2)
+    rest = [word for word in argv[1:] if word.startswith("--")]
+    try:
+        if argv[0] == "import":
+            import_hf(*named, rest)
+        else:
+            export_hf(*named, load_settings(ExportConfig, rest).dtype)
+        parallel.finish()
+    except (CheckpointError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

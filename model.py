@@ -1,5 +1,7 @@
 """The transformer: attention, blocks, head and loss, sampling, and what it all costs.
 
+    python model.py config/deepseek_v3.py       parameters and FLOPs per token, without building anything
+
 The residual stream is flat, x_TD: a rank's tokens in one row each. Model.forward is a coroutine (see
 parallel.py): it yields whenever tokens travel, so run it with a Tape, or with `run` below.
 
@@ -8,24 +10,28 @@ knows along which of its dimensions it is sliced over which mesh dimension (`sha
 
 Shapes: T tokens on this rank, G = B·S = T·tp tokens of its tensor-parallel group, D model width, B sequences,
 S positions of each on this rank, P positions of the whole sequence, H heads on this rank, V vocabulary rows on
-this rank, d width of a head.
+this rank, d width of a head, N and R the parts of it without and with rotary positions (MLA), L latent width.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+import sys
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
+import moe
+import parallel
 from kernels import rms_norm, use
 from moe import Batch, FeedForward, MoE
-from parallel import (Rerun, Tape, column_linear, cross_entropy, gather_sequence, row_linear, scatter, stage_layers,
-                      sum_over, together, zigzag_runs)
-from settings import knob
+from parallel import (Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, row_linear, scatter,
+                      stage_layers, sum_over, together, zigzag_runs)
+from settings import knob, load
 
 
 @dataclass
@@ -40,15 +46,32 @@ class ModelConfig:
     d_head: int = knob(0, "width of a head; 0: d_model / n_head", least=0)
     seq_len: int = knob(256, "tokens per sequence", least=1)
     rope_theta: float = knob(10000.0, "base of the rotary position frequencies", least=1)
+    rope_scaling: str = knob("", "YaRN for sequences beyond those of pre-training: factor=40,original=4096, and "
+                             "if need be beta_fast, beta_slow, mscale, mscale_all_dim; empty: none")
     qk_norm: str = knob("none", "normalize queries and keys per head, or over all heads together",
                         choices=("none", "head", "full"))
     norm_eps: float = knob(1e-6, "epsilon of every RMSNorm", least=0)
     tie_embeddings: bool = knob(False, "use the embedding as the head")
+    attention: str = knob("gqa", "grouped-query, or multi-head latent attention", choices=("gqa", "mla"))
+    q_lora_rank: int = knob(0, "mla: width of the queries' latent; 0: they come straight from the stream", least=0)
+    kv_lora_rank: int = knob(64, "mla: width of the latent that keys and values come from", least=1)
+    d_nope: int = knob(32, "mla: width of a head's part of queries and keys without positions", least=1)
+    d_rope: int = knob(16, "mla: width of the part with rotary positions, whose key all heads share", least=2)
+    d_v: int = knob(32, "mla: width of a head of values", least=1)
 
 
 def check(cfg):
-    problems = []
-    if not cfg.d_head and cfg.d_model % cfg.n_head:
+    problems = check_rope_scaling(cfg.rope_scaling)
+    if cfg.attention == "mla":
+        if cfg.d_rope % 2:
+            problems.append(f"d_rope={cfg.d_rope} is odd, but rotary positions turn pairs: make d_rope even")
+        if cfg.qk_norm != "none":
+            problems.append(f"qk_norm={cfg.qk_norm} is of attention=gqa; attention=mla normalizes its latents: "
+                            f"set qk_norm=none")
+        if cfg.n_kv_head not in (0, cfg.n_head):
+            problems.append(f"n_kv_head={cfg.n_kv_head}, but with attention=mla every head has its own keys: set "
+                            f"n_kv_head=0")
+    elif not cfg.d_head and cfg.d_model % cfg.n_head:
         problems.append(f"n_head={cfg.n_head} does not divide d_model={cfg.d_model}: change n_head or set d_head")
     elif head_width(cfg) % 2:
         problems.append(f"d_head={head_width(cfg)} is odd, but rotary positions turn pairs: make d_head even")
@@ -73,7 +96,37 @@ def check(cfg):
 
 
 def head_width(cfg):
+    """Of queries and keys."""
+    if cfg.attention == "mla":
+        return cfg.d_nope + cfg.d_rope
     return cfg.d_head or cfg.d_model // cfg.n_head
+
+
+YARN = {"factor": None, "original": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0,
+        "mscale_all_dim": 0.0}
+
+
+def yarn(text):
+    """{name: number} of the knob rope_scaling, or None if it is empty. ValueError if it cannot be read."""
+    if not text:
+        return None
+    given = {name.strip(): float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+    values = YARN | given
+    if values.keys() != YARN.keys() or None in values.values() or not all(map(math.isfinite, values.values())):
+        raise ValueError(text)
+    return values
+
+
+def check_rope_scaling(text):
+    try:
+        values = yarn(text)
+    except ValueError:
+        return [f"rope_scaling={text} cannot be read: it takes factor=NUMBER,original=TOKENS and if need be "
+                f"{', '.join(list(YARN)[2:])}"]
+    if values and not (values["factor"] >= 1 <= values["original"]
+                       and values["beta_fast"] > values["beta_slow"] > 0):
+        return [f"rope_scaling={text} needs factor and original of at least 1, and beta_fast > beta_slow > 0"]
+    return []
 
 
 class RMSNorm(nn.Module):
@@ -85,18 +138,46 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def rope_table(positions_S, width, theta):
+def rope_table(positions_S, width, theta, scaling=""):
     """cos and sin, [S, 1, width], fp32, of the rotary embedding (RoFormer, arXiv:2104.09864) in the layout
-    of the Llama family: a head's first half turns with its second half."""
-    frequency = theta ** (-torch.arange(0, width, 2, device=positions_S.device, dtype=torch.float32) / width)
+    of the Llama family: a head's first half turns with its second half.
+
+    With YaRN (`scaling`; arXiv:2309.00071, section 3.2) pairs that turn more than beta_fast times within the
+    original length keep their frequency, those that turn less than beta_slow times are slowed down by factor, and
+    between them it is a linear mixture."""
+    pair = torch.arange(width // 2, device=positions_S.device, dtype=torch.float32)
+    frequency, size = theta ** (-2 * pair / width), 1.0
+    if values := yarn(scaling):
+        def pair_with(turns):
+            return width * math.log(values["original"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_with(values["beta_fast"])), 0)
+        high = min(math.ceil(pair_with(values["beta_slow"])), width - 1)
+        slowed = ((pair - low) / (high - low or 0.001)).clamp(0, 1)
+        frequency = frequency * (1 - slowed) + frequency / values["factor"] * slowed
+        if values["mscale"] and values["mscale_all_dim"]:
+            size = yarn_size(values, values["mscale"]) / yarn_size(values, values["mscale_all_dim"])
+        else:
+            size = yarn_size(values, 1.0)
     angle = (positions_S[:, None].float() * frequency).repeat(1, 2)[:, None]
-    return angle.cos(), angle.sin()
+    return angle.cos() * size, angle.sin() * size
+
+
+def yarn_size(values, mscale):
+    """How much larger YaRN makes queries and keys (eq. 22; mscale is DeepSeek's addition to it)."""
+    return 0.1 * mscale * math.log(values["factor"]) + 1
 
 
 def rotate(x_BSHd, rope):
     cos, sin = (t.to(x_BSHd.dtype) for t in rope)
     first, second = x_BSHd.chunk(2, -1)
     return x_BSHd * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotate_pairs(x_BSHR, rope):
+    """For weights whose neighbouring elements turn together, as DeepSeek's do. The result is in the order of
+    `rotate`, which queries and keys share, so their products do not know."""
+    return rotate(x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), rope)
 
 
 class SplitRMSNorm(RMSNorm):
@@ -111,17 +192,21 @@ class SplitRMSNorm(RMSNorm):
         return (x * (squares / self.width + self.eps).rsqrt()).to(x.dtype) * self.weight
 
 
-def attend(q_BSHd, k_BPHd, v_BPHd, first, end):
-    """Causal attention of queries at positions first to end - 1 to all keys before `end`."""
+def attend(q_BSHd, k_BPHd, v_BPHd, first, end, scale=None):
+    """Causal attention of queries at positions first to end - 1 to all keys before `end`. Values may be narrower
+    than keys. scale: of the scores; None: d^-0.5."""
     k, v = k_BPHd[:, :end], v_BPHd[:, :end]
     mask = None
     if first:
         # queries are the last of the keys. On a GPU the bias object lets the flash kernel do without a mask
         mask = (causal_lower_right(end - first, end) if q_BSHd.is_cuda else
                 torch.arange(first, end)[:, None] >= torch.arange(end))
-    y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q_BSHd, k, v)), attn_mask=mask,
+    width = v.shape[-1]
+    if q_BSHd.is_cuda and width < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - width))      # the flash kernel takes one width only
+    y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q_BSHd, k, v)), attn_mask=mask, scale=scale,
                                        is_causal=mask is None, enable_gqa=q_BSHd.shape[2] != k.shape[2])
-    return y.transpose(1, 2)
+    return y[..., :width].transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -165,10 +250,57 @@ class Attention(nn.Module):
         return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads come
+    from one narrow latent of each token, and the rotary part of the key is one for all heads.
+
+    The projections into latents are whole on every rank, for its own tokens. Those out of them are spread over
+    tp by heads, so what travels, over tp and cp alike, is latents: kv_lora_rank + d_rope numbers a token."""
+
+    def __init__(self, cfg, layout):
+        super().__init__()
+        D, H, self.tp, self.cp = cfg.d_model, cfg.n_head // layout.tp.size, layout.tp, layout.cp
+        self.latent, self.parts, self.d_v = cfg.kv_lora_rank, (cfg.d_nope, cfg.d_rope), cfg.d_v
+        if cfg.q_lora_rank:
+            self.wq_a = nn.Parameter(torch.empty(cfg.q_lora_rank, D))
+            self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.norm_eps)
+        else:
+            self.wq_a = None
+        self.wq = nn.Parameter(torch.empty(H * head_width(cfg), cfg.q_lora_rank or D))
+        self.wkv_a = nn.Parameter(torch.empty(cfg.kv_lora_rank + cfg.d_rope, D))
+        self.kv_norm = RMSNorm(cfg.kv_lora_rank, cfg.norm_eps)
+        self.wkv = nn.Parameter(torch.empty(H * (cfg.d_nope + cfg.d_v), cfg.kv_lora_rank))
+        self.wo = nn.Parameter(torch.empty(D, H * cfg.d_v))
+        values = yarn(cfg.rope_scaling)
+        # where mscale_all_dim is given, YaRN's size is in the scale of all scores and not in the rotary part
+        size = yarn_size(values, values["mscale_all_dim"]) if values and values["mscale_all_dim"] else 1.0
+        self.scale = head_width(cfg) ** -0.5 * size ** 2
+
+    def forward(self, x_TD, batch):
+        (B, S), (N, R) = batch.shape, self.parts
+        from_TL = x_TD if self.wq_a is None else self.q_norm(F.linear(x_TD, self.wq_a))
+        q, = column_linear(from_TL, [self.wq], self.tp)
+        q_nope, q_rope = q.view(B, S, -1, N + R).split([N, R], -1)
+        q = torch.cat([q_nope, rotate_pairs(q_rope, batch.rope)], -1)
+        latent_TL, key_TR = F.linear(x_TD, self.wkv_a).split([self.latent, R], -1)
+        sent = gather(torch.cat([self.kv_norm(latent_TL), key_TR], -1), self.tp)
+        latent_BSL, key_BSR = sent.view(B, S, -1).split([self.latent, R], -1)
+        key_BSR = rotate_pairs(key_BSR[:, :, None], batch.rope)[:, :, 0]    # here positions are still this rank's
+        sent = gather_sequence(torch.cat([latent_BSL, key_BSR], -1), self.cp)
+        latent_BPL, key_BPR = sent.split([self.latent, R], -1)
+        kv = F.linear(latent_BPL, self.wkv).unflatten(-1, (-1, N + self.d_v))
+        k_nope, v = kv.split([N, self.d_v], -1)
+        k = torch.cat([k_nope, key_BPR[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
+        runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
+        y = torch.cat([attend(part, k, v, *run, self.scale) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
+        return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
+
+
 class Block(nn.Module):
     def __init__(self, cfg, layout, dense):
         super().__init__()
-        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), Attention(cfg, layout)
+        attention = LatentAttention if cfg.attention == "mla" else Attention
+        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout)
         self.norm2 = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.mlp = FeedForward(cfg.d_model, cfg.d_ff, layout.tp) if dense else None
         self.moe = None if dense else MoE(cfg, layout)
@@ -228,7 +360,7 @@ class Model(nn.Module):
             return {"ep": 0, "etp": 2}
         if path.endswith("mlp") or leaf == "wo":
             return {"tp": 1}
-        if leaf in ("embedding", "head", "wq") or self.cfg.qk_norm == "full" and path.endswith("q_norm"):
+        if leaf in ("embedding", "head", "wq", "wkv") or self.cfg.qk_norm == "full" and path.endswith("q_norm"):
             return {"tp": 0}
         kv_split = (self.cfg.n_kv_head or self.cfg.n_head) % self.layout.tp.size == 0
         if kv_split and (leaf in ("wk", "wv") or self.cfg.qk_norm == "full" and path.endswith("k_norm")):
@@ -241,13 +373,22 @@ class Model(nn.Module):
             shape[dim] *= getattr(self.layout.sizes, group)
         return shape
 
+    def place(self, name, shape):
+        """Where this rank's part of a parameter lies in the whole: a slice for each dimension."""
+        index = [slice(0, size) for size in shape]
+        for group, dim in self.shards(name).items():
+            start = getattr(self.layout, group).rank * shape[dim]
+            index[dim] = slice(start, start + shape[dim])
+        return index
+
     def forward(self, batch, chunk=0, x_TD=None):
         """Coroutine of one chunk, given x_TD from the chunk before it (the first takes the tokens). Returns x_TD
         for the next one; the last returns, with labels, the sum of cross entropy over the tp group's valid
         tokens, fp32, and without, each sequence's logits after position batch.last, [B, V] of the whole
         vocabulary, fp32."""
         use(self.cfg, batch.tokens_T.device)
-        batch.rope = rope_table(batch.positions_S, head_width(self.cfg), self.cfg.rope_theta)
+        width = self.cfg.d_rope if self.cfg.attention == "mla" else head_width(self.cfg)
+        batch.rope = rope_table(batch.positions_S, width, self.cfg.rope_theta, self.cfg.rope_scaling)
         if self.is_first(chunk):
             x_TD = self.embed(batch.tokens_G)
         for i in self.chunks[chunk]:
@@ -308,17 +449,13 @@ def init_weights(model, seed):
         if "norm" in name:
             param.fill_(1)
             continue
-        full, shards = model.full_shape(name, param.shape), model.shards(name)
+        full, index = model.full_shape(name, param.shape), model.place(name, param.shape)
         std = full[-1] ** -0.5
         if name == "embedding" and not model.cfg.tie_embeddings:
             std = 1
         elif name.endswith((".wo", ".w2")):
             std /= (2 * model.cfg.n_layer) ** 0.5
-        index = [slice(None)] * param.ndim
-        for group, dim in shards.items():
-            start = getattr(model.layout, group).rank * param.shape[dim]
-            index[dim] = slice(start, start + param.shape[dim])
-        first, end = index[0].start or 0, (index[0].start or 0) + param.shape[0]
+        first, end = index[0].start, index[0].stop
         rows = 1 if ".experts." in name else ROWS
         for at in range(first // rows * rows, end, rows):
             digest = hashlib.blake2b(f"{seed}/{name}/{at}".encode(), digest_size=8).digest()
@@ -376,9 +513,47 @@ def flops_per_token(cfg, kept=1.0):
     """Model FLOPs per token, forward and backward, in a sequence of seq_len: matrix products and the causal
     half of attention, as MoE trainers publish them; router, recompute and embedding lookups not counted.
     `kept` is the share of expert assignments that were not dropped."""
-    h, Q = cfg.d_model, cfg.n_head * head_width(cfg)
-    KV = (cfg.n_kv_head or cfg.n_head) * head_width(cfg)
+    h, H, Q = cfg.d_model, cfg.n_head, cfg.n_head * head_width(cfg)
+    if cfg.attention == "mla":
+        r, c = cfg.q_lora_rank, cfg.kv_lora_rank
+        # the norms of latents are counted: so do those who publish
+        queries = r * (h + Q + 1) if r else h * Q
+        linear = queries + c * (h + H * (cfg.d_nope + cfg.d_v) + 1) + h * cfg.d_rope + H * cfg.d_v * h
+        scores = (Q + H * cfg.d_v) / 2
+    else:
+        KV = (cfg.n_kv_head or H) * head_width(cfg)
+        linear, scores = 2 * h * (Q + KV), Q
     dense = 3 * cfg.d_ff * cfg.n_dense_layers
     sparse = 3 * cfg.d_expert * (cfg.top_k * kept + cfg.n_shared_experts) * (cfg.n_layer - cfg.n_dense_layers)
-    attention = cfg.n_layer * (2 * h * (Q + KV) + Q * cfg.seq_len)
+    attention = cfg.n_layer * (linear + scores * cfg.seq_len)
     return 6 * (h * (dense + sparse) + attention + h * cfg.vocab_size)
+
+
+def main(argv):
+    """python model.py config/NAME.py [--key=value ...]: what a model has and costs, from shapes alone."""
+    from train import Config    # the one class that knows every name which may stand in a config file
+
+    def one_rank(cfg):
+        return replace(cfg, tp=1, cp=1, pp=1, vpp=1, pp_layout=(), ep=1, etp=1)
+
+    def architecture(cfg):
+        cfg = one_rank(cfg)
+        unset = [] if cfg.vocab_size else ["vocab_size=0 means that of the data: set it"]
+        return check(cfg) + moe.check(cfg) + unset
+
+    cfg = one_rank(load(Config, argv, architecture))
+    parallel.init(torch.device("cpu"))
+    layout = parallel.Layout(parallel.sizes_of(cfg, 1), torch.device("cpu"))
+    with torch.device("meta"):
+        model = Model(cfg, layout)
+    counts = parameter_counts(model)
+    parallel.finish()
+    print(f"parameters   {counts['total']:>19,}", f"  in experts {counts['experts']:>19,}",
+          f"  active     {counts['active']:>19,}",
+          f"GFLOP/token  {flops_per_token(cfg) / 1e9:>19,.2f}   forward and backward, sequences of "
+          f"{cfg.seq_len:,}",
+          sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

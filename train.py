@@ -41,7 +41,7 @@ import optim
 import parallel
 from kernels import Clock, KernelConfig, clock, dtype_of, peak_flops
 from parallel import execute, ledger, schedule
-from settings import as_dict, knob, load
+from settings import as_dict, knob, load, parse
 
 
 @dataclass
@@ -59,6 +59,8 @@ class TrainConfig:
     keep: int = knob(2, "newest checkpoints that stay", least=1)
     resume: str = knob("auto", "auto: go on from the newest whole checkpoint in out_dir, if any; none: start anew, "
                        "in an out_dir without any; or the path of one")
+    init_from: str = knob("", "hf:FOLDER starts from the weights of a model in Hugging Face's layout, whose "
+                          "architecture it takes")
     timeout_s: int = knob(600, "seconds after which a collective that some rank never joins ends the run", least=1)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline: to files in out_dir)")
     wandb_project: str = knob("foldmoe", "its project there")
@@ -95,7 +97,7 @@ def check(cfg, world):
             problems += parallel.check_microbatches(cfg, cfg.global_batch // at_once if cfg.micro_batch else 1)
     for part in (dispatch, moe, models, optim):
         problems += part.check(cfg)
-    problems += kernels.check(cfg, device_of(cfg))
+    problems += kernels.check(cfg, device_of(cfg)) + checkpoint.check_init(cfg)
     if cfg.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but torch sees no GPU: set device=cpu or auto")
     elif device_of(cfg).type == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
@@ -689,6 +691,8 @@ def start(cfg, world):
 def main(argv):
     end_with_launcher()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
+    # the architecture that init_from names stands before everything the user says
+    argv = [*checkpoint.architecture_words(parse(Config, argv)[0].init_from), *argv]
     cfg = load(Config, argv, lambda cfg: check(cfg, ranks))
     join(cfg)
     try:
@@ -706,6 +710,15 @@ def run(cfg, ranks):
             checkpoint.load(folder, state, trainer.model, trainer.optimizer, trainer.layout)
             # a run that branches off into another out_dir is another run
             done, wandb_id = state["step"], state["wandb"] if folder.parent.samefile(cfg.out_dir) else None
+        elif cfg.init_from:
+            try:
+                checkpoint.initialize(cfg.init_from, trainer.model, trainer.layout)
+            except checkpoint.CheckpointError as error:
+                if trainer.layout.world.rank == 0:
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                dist.barrier()
+                raise Stop(2) from None
+            trainer.optimizer.start()
         log = Log(trainer, folder, done, wandb_id)
         log.start()
         if folder is not None:
