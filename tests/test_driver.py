@@ -111,14 +111,15 @@ def buffers_alive(variants, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_tape_holds_no_exchanged_buffer(pool, tokens, world):
-    variants = [dict(data=tokens, capacity_factor=c, recompute=r) for c in (0.0, 1.0) for r in ((), ("full",))]
+    variants = [dict(data=tokens, ep=world, capacity_factor=c, recompute=r)
+                for c in (0.0, 1.0) for r in ((), ("full",))]
     for results in pool.run(world, buffers_alive, variants, world):
         for knobs, ((n, after_forward), (m, after_backward)) in zip(variants, results):
             assert m > n >= 8, "exchanges are watched"
             # where no row travels, what is sent is the tokens themselves, which the router keeps anyway
             tokens_kept = {"sent out", "arrived out"} if world == 1 and not knobs["recompute"] else set()
             assert set(after_forward) <= tokens_kept and after_backward == [], knobs
-    kept, = pool.run(2, buffers_alive, [dict(data=tokens, recompute=("moe",))], 2)[0]
+    kept, = pool.run(2, buffers_alive, [dict(data=tokens, ep=2, recompute=("moe",))], 2)[0]
     # recomputing the experts keeps what they received: so a kept buffer is seen
     assert kept[0][1] and set(kept[0][1]) <= {"sent out", "arrived out", "on the wire"} and kept[1][1] == []
 
