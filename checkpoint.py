@@ -386,6 +386,13 @@ def choose(resume, out_dir, group):
     return None, None, []
 
 
+def config_of(state, cls):
+    """The settings with which a checkpoint was made, as far as `cls` knows them, for one process."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()}
+    return parallel.one_rank(cls(**{name: value for name, value in saved.items() if name in known}))
+
+
 def changed_knobs(cfg, state):
     """[(name, then, now)] of the knobs that differ from those the checkpoint was made with."""
     now = as_dict(cfg)
@@ -615,13 +622,13 @@ def architecture_words(source):
     return [f"--{name}={value}" for name, value in knobs.items()]
 
 
-def check_init(cfg):
-    """Why `cfg` cannot start from cfg.init_from, if so."""
-    if not cfg.init_from:
+def check_init(cfg, source):
+    """Why `cfg` cannot start from `source`, the value of init_from, if so."""
+    if not source:
         return []
-    kind, _, folder = cfg.init_from.partition(":")
+    kind, _, folder = source.partition(":")
     if kind != "hf" or not folder:
-        return [f"init_from={cfg.init_from} is not of the form hf:FOLDER"]
+        return [f"init_from={source} is not of the form hf:FOLDER"]
     try:
         _, knobs = read_config(folder)
     except CheckpointError as error:
@@ -629,7 +636,7 @@ def check_init(cfg):
     now, then = architecture_of(cfg), architecture_of(dataclasses.replace(type(cfg)(), **knobs))
     other = [f"{name}={then.get(name)} there, {now.get(name)} here" for name in sorted(now.keys() | then.keys())
              if now.get(name) != then.get(name)]
-    return [f"init_from={cfg.init_from} is another model: {'; '.join(other)}"] if other else []
+    return [f"init_from={source} is another model: {'; '.join(other)}"] if other else []
 
 
 class _Folder:
@@ -725,17 +732,17 @@ def load_hf(folder, model, layout):
                 raise CheckpointError(f"{folder} is a {kind}, which has nothing for this model's {name}")
             for key, where, _ in pieces:
                 source.check(key, model.full_shape(name, target.shape)[len(where):])
-        return source, tensors
+        return kind, source, tensors
 
-    source, tensors = _agreed(layout.world, look)
+    kind, source, tensors = _agreed(layout.world, look)
     used = set().union(*_all_told(layout.world, source.used))
 
     def ignored(key):
-        """The copy of a tied head, tables that follow from the configuration, further modules than n_layer blocks
-        (those that predict more than one token)."""
+        """The copy of a tied head, tables that follow from the configuration, and behind DeepSeek's last block its
+        modules that predict more than one token."""
         layer = re.match(r"model\.layers\.(\d+)\.", key)
         return (key == "lm_head.weight" and model.cfg.tie_embeddings or key.endswith("rotary_emb.inv_freq")
-                or layer and int(layer[1]) >= model.cfg.n_layer)
+                or kind == "deepseek_v3" and layer and int(layer[1]) >= model.cfg.n_layer)
 
     def strangers():
         if strange := [key for key in sorted(source.at) if key not in used and not ignored(key)]:
@@ -751,13 +758,14 @@ def load_hf(folder, model, layout):
     _agreed(layout.world, read)
 
 
-def initialize(source, model, layout):
-    """The model's weights from `source`, the value of init_from. Collective."""
-    load_hf(source.partition(":")[2], model, layout)
-
-
 # --------------------------------------------------------------------------------------------------
 # python checkpoint.py import | export
+
+
+class ImportConfig(models.Architecture):
+    """Knobs of `python checkpoint.py import DIR OUT_DIR`."""
+
+    program = "checkpoint.py import DIR OUT_DIR"
 
 
 @dataclasses.dataclass
@@ -773,12 +781,10 @@ class ExportConfig:
 def import_hf(folder, out_dir, argv):
     """A Hugging Face folder as checkpoint out_dir/step_000000, without optimizer state, in the layout that `argv`
     and torchrun say. out_dir/config.py holds the architecture's knobs."""
-    from train import Config    # the one class that has every knob
-
-    words = [*architecture_words(f"hf:{folder}"), *argv, f"--init_from=hf:{folder}", f"--out_dir={out_dir}"]
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    cfg = load_settings(Config, words, check_init, models.check, moe.check, lambda cfg: parallel.check(cfg, ranks))
-    parallel.init(torch.device("cpu"), cfg.timeout_s)
+    source, ranks = f"hf:{folder}", int(os.environ.get("WORLD_SIZE", 1))
+    cfg = load_settings(ImportConfig, [*architecture_words(source), *argv], lambda cfg: check_init(cfg, source),
+                        models.check, moe.check, lambda cfg: parallel.check(cfg, ranks))
+    parallel.init(torch.device("cpu"))
     layout = parallel.Layout(parallel.sizes_of(cfg, ranks), torch.device("cpu"))
     held = lock(out_dir, layout.world)      # by rank 0, until it ends
 
@@ -821,7 +827,6 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
     """A checkpoint (or the newest one of an out_dir), whatever its layout, as a Hugging Face folder, on one
     process that holds a file's tensors at a time. The folder has its name only when it is complete."""
     from safetensors.torch import save_file
-    from train import Config
 
     source = Path(path) if step_of(path) is not None else next(iter(folders(path)), None)
     folder, parts = Path(folder), []
@@ -833,10 +838,7 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
     state = read_state(source)
     if flaws := damage(source, parallel.Group("world", (0,))):
         raise CheckpointError(f"checkpoint {source} is damaged: {flaws[0]}")
-    known = {field.name for field in dataclasses.fields(Config)}
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()}
-    cfg = dataclasses.replace(Config(**{name: value for name, value in saved.items() if name in known}),
-                              tp=1, cp=1, pp=1, vpp=1, pp_layout=(), ep=1, etp=1)
+    cfg = config_of(state, models.Architecture)
     if dtype == "auto":
         dtype = cfg.precision
     dtype = torch.bfloat16 if dtype == "bf16" else torch.float32

@@ -18,19 +18,19 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 
 import moe
 import parallel
-from kernels import rms_norm, use
+from dispatch import DispatchConfig
+from kernels import KernelConfig, rms_norm, use
 from moe import Batch, FeedForward, MoE
-from parallel import (Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, row_linear, scatter,
-                      stage_layers, sum_over, together, zigzag_runs)
+from parallel import (Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
+                      scatter, stage_layers, sum_over, together, zigzag_runs)
 from settings import knob, load
 
 
@@ -197,10 +197,11 @@ def attend(q_BSHd, k_BPHd, v_BPHd, first, end, scale=None):
     than keys. scale: of the scores; None: d^-0.5."""
     k, v = k_BPHd[:, :end], v_BPHd[:, :end]
     mask = None
-    if first:
-        # queries are the last of the keys. On a GPU the bias object lets the flash kernel do without a mask
-        mask = (causal_lower_right(end - first, end) if q_BSHd.is_cuda else
-                torch.arange(first, end)[:, None] >= torch.arange(end))
+    if first and q_BSHd.is_cuda:    # queries are the last of the keys; this object spares the flash kernel a mask
+        from torch.nn.attention.bias import causal_lower_right  # half a second, which a CPU need not pay
+        mask = causal_lower_right(end - first, end)
+    elif first:
+        mask = torch.arange(first, end)[:, None] >= torch.arange(end)
     width = v.shape[-1]
     if q_BSHd.is_cuda and width < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - width))      # the flash kernel takes one width only
@@ -244,7 +245,7 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, batch.rope), rotate(k, batch.rope)
-        k, v = gather_sequence(torch.cat([k, v]), self.cp).chunk(2)
+        k, v = gather_sequence([k, v], self.cp)
         runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
         y = torch.cat([attend(part, k, v, *run) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
         return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
@@ -286,7 +287,7 @@ class LatentAttention(nn.Module):
         sent = gather(torch.cat([self.kv_norm(latent_TL), key_TR], -1), self.tp)
         latent_BSL, key_BSR = sent.view(B, S, -1).split([self.latent, R], -1)
         key_BSR = rotate_pairs(key_BSR[:, :, None], batch.rope)[:, :, 0]    # here positions are still this rank's
-        sent = gather_sequence(torch.cat([latent_BSL, key_BSR], -1), self.cp)
+        sent, = gather_sequence([torch.cat([latent_BSL, key_BSR], -1)], self.cp)
         latent_BPL, key_BPR = sent.split([self.latent, R], -1)
         kv = F.linear(latent_BPL, self.wkv).unflatten(-1, (-1, N + self.d_v))
         k_nope, v = kv.split([N, self.d_v], -1)
@@ -529,19 +530,20 @@ def flops_per_token(cfg, kept=1.0):
     return 6 * (h * (dense + sparse) + attention + h * cfg.vocab_size)
 
 
+@dataclass
+class Architecture(KernelConfig, parallel.ParallelConfig, DispatchConfig, moe.MoEConfig, ModelConfig):
+    """The knobs of which a model is made."""
+
+
 def main(argv):
     """python model.py config/NAME.py [--key=value ...]: what a model has and costs, from shapes alone."""
-    from train import Config    # the one class that knows every name which may stand in a config file
-
-    def one_rank(cfg):
-        return replace(cfg, tp=1, cp=1, pp=1, vpp=1, pp_layout=(), ep=1, etp=1)
-
     def architecture(cfg):
         cfg = one_rank(cfg)
         unset = [] if cfg.vocab_size else ["vocab_size=0 means that of the data: set it"]
         return check(cfg) + moe.check(cfg) + unset
 
-    cfg = one_rank(load(Config, argv, architecture))
+    # a preset also speaks to the trainer, whose knobs mean nothing here
+    cfg = one_rank(load(Architecture, argv, architecture, pass_over=True))
     parallel.init(torch.device("cpu"))
     layout = parallel.Layout(parallel.sizes_of(cfg, 1), torch.device("cpu"))
     with torch.device("meta"):

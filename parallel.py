@@ -23,6 +23,7 @@ this rank, S sequence length, N whatever else, F width inside.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -114,6 +115,11 @@ def sizes_of(cfg, world):
     return Sizes(cfg.pp, plane // (cfg.tp * cfg.cp), cfg.cp, cfg.tp, plane // (cfg.etp * ep), ep, cfg.etp, cfg.vpp)
 
 
+def one_rank(cfg):
+    """`cfg` for a single process: the same model, nothing spread."""
+    return dataclasses.replace(cfg, tp=1, cp=1, pp=1, vpp=1, pp_layout=(), ep=1, etp=1)
+
+
 def stage_layers(cfg):
     """The blocks of every virtual stage, a range each, in the order in which tokens pass. What does not divide
     gives the first stages one more. Virtual stage j is chunk j // pp of pipeline stage j % pp."""
@@ -132,7 +138,8 @@ def check(cfg, world):
         return problems
     plane = world // cfg.pp
     if plane % dense:
-        problems.append(f"tp*cp = {cfg.tp}*{cfg.cp} = {dense} does not divide the {plane} ranks of a pipeline stage")
+        problems.append(f"tp*cp = {cfg.tp}*{cfg.cp} = {dense} does not divide the {plane} ranks of a pipeline stage: "
+                        f"change tp or cp")
     if plane % experts:
         problems.append(f"etp*ep = {cfg.etp}*{cfg.ep} = {experts} does not divide the {plane} ranks of a pipeline "
                         f"stage: set ep to {_choices(d for d in _divisors(plane) if cfg.num_experts % d == 0)}, or 0")
@@ -309,14 +316,15 @@ class Link:
         self.to = self.source = None
         if pp.size == 1:
             return
-        straight = process_group(pp.ranks, way)
-        around = process_group(pp.ranks, f"{way}, way round") if vpp > 1 else None
+        straight, around = (pp.ranks, way), (pp.ranks, f"{way}, way round")
+        for traffic in [straight, around][:1 + (vpp > 1)]:
+            process_group(*traffic)     # all stages make it now
 
         def peer(stage):
-            """(rank, group) of a neighbour; None beyond the ends."""
+            """(rank, group) of a neighbour; None beyond the ends. The group by its name, which holds nothing."""
             if 0 <= stage < pp.size:
                 return pp.ranks[stage], straight
-            return around and (pp.ranks[stage % pp.size], around)
+            return (pp.ranks[stage % pp.size], around) if vpp > 1 else None
 
         step = {"forward": 1, "backward": -1}[way]
         self.to, self.source = peer(pp.rank + step), peer(pp.rank - step)
@@ -327,11 +335,11 @@ class Link:
         """NCCL connects two ranks at their first message, and the host waits for the other: here, one after the
         other along the ring, where nobody can wait in a circle."""
         if self.source and not begins:
-            dist.recv(hello, self.source[0], group=self.source[1])
+            dist.recv(hello, self.source[0], group=process_group(*self.source[1]))
         if self.to:
-            dist.send(hello, self.to[0], group=self.to[1])
+            dist.send(hello, self.to[0], group=process_group(*self.to[1]))
         if self.source and begins:
-            dist.recv(hello, self.source[0], group=self.source[1])
+            dist.recv(hello, self.source[0], group=process_group(*self.source[1]))
 
     def near(self, block):
         """1 if the receiver is inside the same aligned block of `block` ranks (node, domain), else 0."""
@@ -340,7 +348,7 @@ class Link:
     def post(self, x):
         """Starts to receive the next message into x."""
         rank, group = self.source
-        self.inbox.append((x, dist.irecv(x, rank, group=group)))
+        self.inbox.append((x, dist.irecv(x, rank, group=process_group(*group))))
 
     def arrive(self):
         """The oldest message posted, waited for."""
@@ -353,7 +361,7 @@ class Link:
         rank, group = self.to
         x = x.contiguous()
         ledger.add(self, "send", x.nbytes)
-        self.outbox.append((x, dist.isend(x, rank, group=group)))
+        self.outbox.append((x, dist.isend(x, rank, group=process_group(*group))))
         if len(self.outbox) > self.window:
             self.outbox.popleft()[1].wait()
 
@@ -390,14 +398,6 @@ class Layout:
             ends = (rank,)
             process_group(ends, "none")     # not used, but all ranks must make equally many groups
         self.ends = Group("ends", tuple(dict.fromkeys(ends)))
-
-    @functools.cached_property
-    def meshes(self):
-        """The two meshes as torch DeviceMeshes, for DTensors."""
-        return tuple(dist.DeviceMesh.from_group(
-            [process_group(self.sizes.members(dist.get_rank(), d)) for d in mesh], self.device.type,
-            torch.arange(self.sizes.world).view([getattr(self.sizes, d) for d in mesh]), mesh_dim_names=mesh)
-            for mesh in (DENSE, EXPERTS))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -521,14 +521,16 @@ def zigzag_runs(seq_len, rank, size):
     return [(i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank)]
 
 
-def gather_sequence(x_NSH, group):
-    """[N, S/size, …] of this rank's zigzag positions → [N, S, …] in the order of the sequence."""
+def gather_sequence(tensors, group):
+    """[N, S/size, …] each, of this rank's zigzag positions → [N, S, …] in the order of the sequence. All alike in
+    shape: they travel together."""
     if group.size == 1:
-        return x_NSH
+        return tensors
+    x_NSH = torch.cat(tensors)
     N, S = x_NSH.shape[:2]
     x = gather(x_NSH.view(1, N, 2, S // 2, *x_NSH.shape[2:]), group)
     x = torch.cat([x[:, :, 0], x[:, :, 1].flip(0)])     # [2·size, N, chunk, …]: the second halves run backward
-    return x.transpose(0, 1).flatten(1, 2)
+    return x.transpose(0, 1).flatten(1, 2).chunk(len(tensors))
 
 
 # --------------------------------------------------------------------------------------------------

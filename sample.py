@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,10 +50,7 @@ def open_checkpoint(path):
 
 def load_model(folder, state, device):
     """The whole model of a checkpoint on this process."""
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()}
-    known = {field.name for field in dataclasses.fields(train.Config)}
-    cfg = train.Config(**{name: value for name, value in saved.items() if name in known})
-    cfg = dataclasses.replace(cfg, tp=1, cp=1, pp=1, vpp=1, pp_layout=(), ep=1, etp=1)
+    cfg = checkpoint.config_of(state, models.Architecture)
     layout = parallel.Layout(parallel.sizes_of(cfg, 1), device)
     with torch.device("meta"):
         model = models.Model(cfg, layout)

@@ -38,9 +38,10 @@ def knob(default, help, *, choices=None, least=None, most=None):
     return dataclasses.field(default=default, metadata=about)
 
 
-def load(cls, argv, *checks):
+def load(cls, argv, *checks, pass_over=False):
     """Settings of class `cls` from the command line `argv` (without the program's name).
 
+    pass_over: names in config files that cls does not have are meant for other programs, and no problem.
     Each check is a function cfg -> list of problems, for what no single knob can know. Prints help and exits
     0 if asked to. If anything is wrong, rank 0 prints a line per problem and every rank raises SystemExit(2).
     """
@@ -49,7 +50,7 @@ def load(cls, argv, *checks):
         if is_rank0:
             print(help_text(cls))
         raise SystemExit(0)
-    cfg, problems, bad = parse(cls, argv)
+    cfg, problems, bad = parse(cls, argv, pass_over)
     found = list(problems)
     for check in checks:
         try:
@@ -65,7 +66,7 @@ def load(cls, argv, *checks):
     return cfg
 
 
-def parse(cls, argv):
+def parse(cls, argv, pass_over=False):
     """Read `argv` into (cfg, problems, bad), in order, later settings win.
 
     problems: one line of text each. bad: names of the knobs whose value could not be read; they keep their
@@ -77,7 +78,8 @@ def parse(cls, argv):
     for word in argv:
         for place, name, value in _settings_in(word, problems, bad):
             if name not in knobs:
-                problems.append(f"{place}unknown knob --{name}: {_did_you_mean(name, knobs)}")
+                if not (pass_over and place):
+                    problems.append(f"{place}unknown knob --{name}: {_did_you_mean(name, knobs)}")
                 continue
             try:
                 values[name] = _convert(value, types[name], knobs[name])

@@ -97,7 +97,7 @@ def check(cfg, world):
             problems += parallel.check_microbatches(cfg, cfg.global_batch // at_once if cfg.micro_batch else 1)
     for part in (dispatch, moe, models, optim):
         problems += part.check(cfg)
-    problems += kernels.check(cfg, device_of(cfg)) + checkpoint.check_init(cfg)
+    problems += kernels.check(cfg, device_of(cfg)) + checkpoint.check_init(cfg, cfg.init_from)
     if cfg.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but torch sees no GPU: set device=cpu or auto")
     elif device_of(cfg).type == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
@@ -355,10 +355,10 @@ class Log:
         self.rank, self.world = trainer.layout.world.rank, trainer.layout.world.size
         self.peak = peak_flops(trainer.device, trainer.dtype)
         self.file, self.board = None, None
-        counts = models.parameter_counts(trainer.model)     # all ranks together
+        self.counts = models.parameter_counts(trainer.model)    # all ranks together
         if self.rank == 0:
             rows = self.reopen(Path(folder).parent if folder else None, done)
-            self.board = Wandb(self.cfg, counts, wandb_id, rows)
+            self.board = Wandb(self.cfg, self.counts, wandb_id, rows)
 
     def reopen(self, source, done):
         """→ the rows of metrics.jsonl in `source` that stay. The file is never seen half written."""
@@ -381,7 +381,7 @@ class Log:
 
     def start(self):
         trainer, cfg, s = self.trainer, self.cfg, self.trainer.layout.sizes
-        counts = models.parameter_counts(trainer.model)
+        counts = self.counts
         local = sum(p.numel() for p in trainer.model.parameters())
         shard = sum(f.master.numel() for f in trainer.optimizer.families)
         size = torch.tensor([], dtype=trainer.dtype).element_size()
@@ -712,7 +712,7 @@ def run(cfg, ranks):
             done, wandb_id = state["step"], state["wandb"] if folder.parent.samefile(cfg.out_dir) else None
         elif cfg.init_from:
             try:
-                checkpoint.initialize(cfg.init_from, trainer.model, trainer.layout)
+                checkpoint.load_hf(cfg.init_from.partition(":")[2], trainer.model, trainer.layout)
             except checkpoint.CheckpointError as error:
                 if trainer.layout.world.rank == 0:
                     print(f"error: {error}", file=sys.stderr, flush=True)

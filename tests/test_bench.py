@@ -18,8 +18,10 @@ def run(script, *args):
     return subprocess.run([sys.executable, str(script), *args], capture_output=True, text=True, timeout=200)
 
 
-def test_check_says_equal(tokens, tmp_path):
-    done = run(ROOT / "bench.py", "check", f"--data={tokens}", "--tp=2", *KNOBS, f"--json={tmp_path}/c.json")
+@pytest.mark.parametrize("layout", [["--tp=2"], ["--pp=2", "--vpp=2", "--pp_layout=1,1,1,2", "--n_layer=5",
+                                                  "--micro_batch=1"]], ids=["tp 2", "interleaved"])
+def test_check_says_equal(tokens, tmp_path, layout):
+    done = run(ROOT / "bench.py", "check", f"--data={tokens}", *KNOBS, *layout, f"--json={tmp_path}/c.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "c.json").read_text())
     assert found["equal"] and found["largest"] < 1e-5 and found["world"] == 2

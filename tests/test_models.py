@@ -200,7 +200,7 @@ def start_from(folder, knobs, world):
     import checkpoint
     import train
     trainer = train.Trainer(harness.config(**{**knobs, **knobs_of(folder)}), world)
-    checkpoint.initialize(f"hf:{folder}", trainer.model, trainer.layout)
+    checkpoint.load_hf(folder, trainer.model, trainer.layout)
     trainer.optimizer.start()
     return trainer
 
@@ -432,6 +432,8 @@ HARM = {
     "missing": (harmed(lambda t: t.pop(EXPERT)), ["model", f"has no {EXPERT}"]),
     "too much": (harmed(lambda t: t.update({"model.layers.1.mlp.bias": torch.ones(3)})),
                  ["model.safetensors", "has model.layers.1.mlp.bias"]),
+    "a block too many": (harmed(lambda t: t.update({"model.layers.3.input_layernorm.weight": torch.ones(32)})),
+                         ["model.safetensors", "has model.layers.3.input_layernorm.weight"]),
     "misshapen": (harmed(lambda t: t.update({EXPERT: torch.ones(16, 31)})),
                   ["model.safetensors", EXPERT, "[16, 31]", "[16, 32]"]),
     "cut short": (cut_short, ["model.safetensors", "truncated"]),
@@ -450,7 +452,7 @@ def error_here(folder, knobs, world):
     trainer = train.Trainer(harness.config(**knobs), world)
     before = [p.clone() for p in trainer.model.parameters()]
     try:
-        checkpoint.initialize(f"hf:{folder}", trainer.model, trainer.layout)
+        checkpoint.load_hf(folder, trainer.model, trainer.layout)
     except checkpoint.CheckpointError as error:
         assert all(map(torch.equal, before, trainer.model.parameters())), "changed before the error"
         return str(error)

@@ -158,6 +158,14 @@ def test_command_line_problems(argument, message):
     assert problem_of(argument) == message
 
 
+def test_a_preset_for_more_programs_is_passed_over_but_not_a_typing_error(tmp_path):
+    preset = tmp_path / "preset.py"
+    preset.write_text("tp = 2\nof_another_program = 3\n")
+    cfg, problems, _ = parse(Config, [str(preset), "--tpp=4"], pass_over=True)
+    assert cfg.tp == 2 and problems == ["unknown knob --tpp: did you mean --tp?"]
+    assert len(parse(Config, [str(preset)])[1]) == 1
+
+
 def test_a_value_after_a_space_is_refused():
     _, problems, _ = parse(Config, ["--norm_topk", "false"])
     assert problems == ["false: no such config file (settings are given as --key=value only)"]
