@@ -121,7 +121,8 @@ class Plan:
         else:
             first = position
         order = _sorted(first, expert)
-        _, self.counts_E = _runs(expert[order], num_experts)
+        starts_N, counts_N = _runs(expert[order], num_experts)
+        self.counts_E, self.kept_E = counts_N, counts_N.clamp_max(capacity) if capacity else counts_N
         if capacity and shared > 1:
             # a rank's slots go to the first of all its experts' choices; the others sort last, like the not routed
             by_rank = _sorted(first, expert // shared)
@@ -130,20 +131,18 @@ class Plan:
             fits = position - starts_W[rank.clamp_max(self.ep.size - 1)] < capacity
             expert = expert.scatter(0, by_rank, torch.where(fits, expert[by_rank], num_experts))
             order = _sorted(first, expert)
-        _, held_E = _runs(expert[order], num_experts)
-        self.kept_E = held_E.clamp_max(capacity) if capacity else held_E
+            _, self.kept_E = _runs(expert[order], num_experts)
+            starts_N, counts_N = _runs(expert[order] // shared, self.ep.size)
 
-        run = expert[order] // shared       # which run of slots, one per expert or rank
+        run, runs = expert[order] // shared, num_experts // shared      # of slots, one per expert or rank
         if capacity:
-            runs = num_experts // shared
-            starts_N, counts_N = _runs(run, runs)
             nth = position - starts_N[run.clamp_max(runs - 1)]
             slot = torch.where((run < runs) & (nth < capacity), run * capacity + nth, -1)
             nth = torch.arange(capacity, device=self.device)
             choice_NC = order[(starts_N[:, None] + nth).clamp_max(T * K - 1)]
             self.choice_S = torch.where(nth < counts_N[:, None], choice_NC, -1).flatten()
         else:
-            slot = torch.where(run < num_experts // shared, position, -1)
+            slot = torch.where(run < runs, position, -1)
             self.choice_S = order
         self.slot_TK = torch.empty_like(slot).scatter_(0, order, slot).view(T, K)
 
