@@ -493,7 +493,9 @@ class OverlapConfig(train.Config):
     json: str = knob("", "file for the figures")
 
 
-FILTER = "tc qdisc replace dev lo root tbf rate {} burst 256kb latency 50ms"
+# The burst is as small as the loopback's packets of 64 KiB allow: a larger one fills while ranks compute, and lets so
+# much of the next exchange pass at once, as if it had been hidden.
+FILTER = "tc qdisc replace dev lo root tbf rate {} burst 70kb latency 50ms"
 
 
 def slow_network(rate):
