@@ -106,12 +106,22 @@ def nvl_domain(cfg):
     return 64 if rack else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def inside_domain(cfg, ep, world):
+    """Do ep*etp ranks side by side never lie in two NVLink domains?"""
+    domain = nvl_domain(cfg)
+    return world <= domain or domain % (ep * cfg.etp) == 0
+
+
+def largest_ep(cfg, world):
+    """The largest fitting ep that stays inside an NVLink domain, or 1."""
+    return max(e for e in _divisors(world // cfg.pp // cfg.etp)
+               if e == 1 or cfg.num_experts % e == 0 and inside_domain(cfg, e, world))
+
+
 def sizes_of(cfg, world):
     """The Sizes that `cfg` means on `world` ranks. Call it after `check` found nothing."""
     plane = world // cfg.pp
-    fits = [e for e in _divisors(plane // cfg.etp)
-            if cfg.num_experts % e == 0 and (e == 1 or e * cfg.etp <= nvl_domain(cfg))]
-    ep = cfg.ep or fits[-1]
+    ep = cfg.ep or largest_ep(cfg, world)
     return Sizes(cfg.pp, plane // (cfg.tp * cfg.cp), cfg.cp, cfg.tp, plane // (cfg.etp * ep), ep, cfg.etp, cfg.vpp)
 
 

@@ -411,6 +411,10 @@ class Log:
             f"{cfg.max_steps * cfg.global_batch / trainer.data.train.n_windows(cfg.seq_len):.2f} epochs")
         if cfg.force_balance:
             self.print("force_balance: routing is round-robin; speed is flattered and the model learns nothing useful")
+        if s.ep > 1 and not parallel.inside_domain(cfg, s.ep, s.world):
+            self.print(f"ep={s.ep} leaves the NVLink domain of {domain} ranks, so exchanges cross the network: the "
+                       f"largest ep that stays inside is {parallel.largest_ep(cfg, s.world)} (nvl_domain sets the "
+                       f"ranks of a domain)")
         if cfg.overlap == "pair" and trainer.microbatches == 1 and s.ep > 1:
             self.print("overlap=pair has a single microbatch, which runs alone: lower micro_batch to hide exchanges")
         ledger.take()   # what this table itself cost is no part of a step
