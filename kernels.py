@@ -248,6 +248,11 @@ def weight_gradient(w, compute):
     return compute()
 
 
+def after_weight_gradients(call):
+    """Runs call() in drain_weight_gradients, when all that is put off by now is computed."""
+    _queue.append((None, call))
+
+
 @torch.no_grad()
 def drain_weight_gradients():
     """Computes what was put off, in the order in which it would have been computed."""

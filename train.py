@@ -207,12 +207,13 @@ class Trainer:
         valid, counted = self.layout.plane.all_reduce(counts).clamp_min(1).unbind()
         for batch in batches:
             batch.z_scale = 1 / counted
+        self.optimizer.start_gather()
         self.optimizer.zero_grad()
         for layer in self.model.moes.values():
             layer.stats.reset()
         cells = schedule(self.layout.pp.rank, self.layout.pp.size, self.cfg.vpp, len(batches),
                          self.cfg.overlap == "pair")
-        losses = execute(cells, self.model, batches, (1 / valid).float())
+        losses = execute(cells, self.model, batches, (1 / valid).float(), self.optimizer.ready)
         loss = sum(losses, torch.zeros((), device=self.device))
         # a tensor-parallel group has one loss, which all its ranks computed
         return loss if self.layout.tp.rank == 0 else torch.zeros_like(loss), valid
