@@ -107,6 +107,11 @@ class Batch:
         self.sequence_T = torch.arange(B * S, device=device)[own] // S
         self.train = self.aux_scale > 0
 
+    def take(self, other):
+        """Becomes another microbatch of the same shape, in place."""
+        for name in ("tokens_G", "labels_G", "counted_T"):      # tokens_T and labels_T are parts of these
+            getattr(self, name).copy_(getattr(other, name))
+
 
 class Router(nn.Module):
     def __init__(self, cfg):
