@@ -87,7 +87,7 @@ def some_steps(knobs, world):
             with broken(trainer) if step == BROKEN else contextlib.nullcontext():
                 result = trainer.step(step)
             steps.append((result.rerun, torch.tensor(result.read()).nan_to_num(-1).tolist()))
-            if step in (3, 4):
+            if step in (2, 4):     # before the capture, and between replays
                 losses.append(trainer.evaluate())
     return steps, losses, [f.flat for f in trainer.optimizer.families], trainer.graph and trainer.graph.graph.replays
 
