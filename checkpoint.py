@@ -428,8 +428,7 @@ def load(folder, state, model, optimizer, layout):
     _read(folder, tensors, layout.world)
     for into, local in copies:
         into.copy_(local)
-    for family in optimizer.families:
-        family.gather()
+    optimizer.changed()
     optimizer.updates = state["updates"]
     if layout.world.rank < len(state["rng"]):
         _set_random_state(state["rng"][layout.world.rank], layout.device)
@@ -799,9 +798,9 @@ def import_hf(folder, out_dir, argv):
     for buffer in model.buffers():
         buffer.zero_()
     load_hf(folder, model, layout)
-    place, owners = _Placements(model, layout).place, {(): layout.plane, ("tp",): layout.dpcp}
+    place = _Placements(model, layout).place
     tensors = {name: place(name, p.detach()) for name, p in model.named_parameters()
-               if owners.get(tuple(model.shards(name)), layout.edp).rank == 0
+               if layout.owners[tuple(model.shards(name))].rank == 0
                and not (model.on_both_ends(name) and layout.pp.rank)}
     if layout.plane.rank == 0:
         tensors |= {name: place(name, buffer) for name, buffer in _buffers(model).items()}

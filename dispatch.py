@@ -10,13 +10,18 @@ one assignment (one of a token's K choices), grouped by expert and therefore by 
                     each expert got travels first, as in dropless mode, but no host needs to know.
     dropless mode   as many slots as assignments; sizes travel first, as an exchange of their own.
 
+That is dispatcher=alltoall: a token travels once for each expert that takes it. With dispatcher=allgather every
+token travels once to every rank of the group, which then takes for its experts the rows it would have received,
+the same choices dropped, and sends back one sum per token. That is less traffic where top_k is larger than the
+ranks around, and it is how a rank without others works anyway: all tokens are already there.
+
 Where an expert is cut into slices (expert tensor parallelism), all ranks that hold a slice get all its rows.
 The receiver holds Q rows in (source rank, expert) order and works on R of them in expert-major order. All
 moves are gathers through maps whose inverse is known (kernels.permute), so nothing is ever scattered.
 
 Shapes: T tokens on this rank, D model width, E experts (all), L experts on this rank, K experts per token,
 C slots per (source rank, expert), S slots = rows sent, Q rows received, R rows in expert-major order,
-W ranks in the expert-parallel group.
+G tokens gathered, W ranks in the expert-parallel group.
 """
 
 from __future__ import annotations
@@ -37,6 +42,9 @@ WIDE = 256
 
 @dataclass
 class DispatchConfig:
+    dispatcher: str = knob("alltoall", "what travels: a row for each of a token's experts, or each token once to all "
+                           "expert-parallel ranks (for few of them and a large top_k)",
+                           choices=("alltoall", "allgather"))
     capacity_factor: float = knob(1.25, "slots per expert over the balanced share; 0: dropless", least=0)
     capacity_scope: str = knob("expert", "who has slots of its own: each expert, or each rank, shared by its experts",
                                choices=("expert", "rank"))
@@ -92,6 +100,7 @@ class Plan:
     capacity    C, or 0 for dropless
     shared      how many experts, all of one rank, have these C slots together
     ep, etp     the groups to travel over
+    gathered    dispatcher=allgather, or nobody to travel to
 
     slot_TK     the slot of each assignment, -1 if dropped or not routed
     choice_S    its inverse: the flat assignment t·K + k in each slot, -1 if the slot is empty (known in
@@ -100,12 +109,16 @@ class Plan:
     row_R, place_Q           received row ↔ expert-major row, once rows have arrived
     groups                   which of these rows are whose. Where experts take received rows as they lie, the maps
                              are None and R is Q
+    choice_R, row_GK         if gathered, the flat choice g·K + k of the gathered tokens in each of the experts'
+                             rows (-1: none), and the row of each choice (-1: dropped, or another rank's)
     """
 
-    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1):
+    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1,
+                 gathered=False):
         self.experts_TK, self.ep, self.etp, self.capacity, self.shared = experts_TK, ep, etp, capacity, shared
         self.num_experts, self.device = num_experts, experts_TK.device
-        self.num_local, self.stays = num_experts // ep.size, ep.size * etp.size == 1
+        self.num_local, self.alone = num_experts // ep.size, ep.size * etp.size == 1
+        self.gathered = gathered or self.alone
         # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
         self.send = self.recv = self.share = self.groups = None
         T, K = experts_TK.shape
@@ -149,38 +162,77 @@ class Plan:
     def travel(self, direction, rows=None, weights=None):
         """Coroutine, for the driver: rows [S, D] and their router weights [S] go "out" and arrive as [Q, …];
         results [Q, D] come "back" to their slots. Gradients travel the opposite way. "counts" exchanges
-        what dropless mode must know first.
+        what must be known first.
 
         Out: to the experts' ranks over ep, then to all ranks that share these experts over etp. Back: each of
         them has computed a part of every result; the parts go to the rank whose ep peers sent the row, are
-        summed there, and go home over ep."""
-        if self.stays:
+        summed there, and go home over ep. Gathered tokens [T, D] and weights [T, K] take the same way: they
+        arrive as [G, …], and what comes back are sums over all ranks."""
+        if self.alone:
             yield       # no way to go, but every exchange is one turn
         if direction == "counts":
             return (yield from self._travel_counts())
-        if self.stays:
-            if weights is not None and direction == "out":
-                self._arrived(weights)
-            return [rows] if weights is None else [rows, weights]
+        if self.gathered:
+            return (yield from self._gather(direction, [rows] if weights is None else [rows, weights]))
         return (yield from (self._travel_out if direction == "out" else self._travel_back)(rows, weights))
 
     def _travel_counts(self):
         W, L, N = self.ep.size, self.num_local, self.etp.size
-        counts_WL = yield from self._hop(self.ep, self.kept_E, None, None)
-        counts_QL = yield from self._hop(self.etp, counts_WL.repeat(N), None, None)
+        if self.gathered:       # also the slot of every choice: from it follows the row it would have been
+            told, = yield from self._gather("out", [torch.cat([self.kept_E, self.slot_TK.flatten()])])
+            kept_QE, slot_QS = told.view(N * W, -1).split([self.num_experts, self.slot_TK.numel()], 1)
+            counts_QL = kept_QE[:, self.ep.rank * L:(self.ep.rank + 1) * L]
+        else:
+            counts_WL = yield from self._hop(self.ep, self.kept_E, None, None)
+            counts_QL = yield from self._hop(self.etp, counts_WL.repeat(N), None, None)
+        if not self.capacity:
+            host = torch.cat([self.kept_E, counts_QL.flatten()]).view((1 + N) * W, L).sum(1)
+            if host.is_cuda:
+                # the host needs the sizes, but the other microbatch need not stop for it
+                host, event = host.to("cpu", non_blocking=True), torch.cuda.Event()
+                event.record()
+                yield
+                event.synchronize()
+            self.send, *sources = host.view(1 + N, W).tolist()
+            self.recv, self.share = sources[self.etp.rank], [sum(s) for s in sources]
+            self.choice_S = self.choice_S[:sum(self.send)]
+        self._arrange(counts_QL.reshape(N * W, L))
+        if self.gathered:
+            self._take_rows(kept_QE, slot_QS)
+
+    def _take_rows(self, kept_QE, slot_QS):
+        """Which rows the gathered tokens are, given every source's kept choices per expert and slots: slots are
+        numbered by expert, so a run of them is what that source would have sent here."""
+        L, first = self.num_local, self.ep.rank * self.num_local
         if self.capacity:
-            return self._arrange(counts_QL.view(N * W, L))
-        host = torch.cat([self.kept_E, counts_QL]).view((1 + N) * W, L).sum(1)
-        if host.is_cuda:
-            # the host needs the sizes, but the other microbatch need not stop for it
-            host, event = host.to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
-            yield
-            event.synchronize()
-        self.send, *sources = host.view(1 + N, W).tolist()
-        self.recv, self.share = sources[self.etp.rank], [sum(s) for s in sources]
-        self.choice_S = self.choice_S[:sum(self.send)]
-        self._arrange(counts_QL.view(N * W, L))
+            room_Q1 = torch.full_like(kept_QE[:, :1], len(self.choice_S) // self.ep.size)
+            before_Q1 = room_Q1 * self.ep.rank
+        else:
+            room_Q1 = kept_QE[:, first:first + L].sum(1, keepdim=True)
+            before_Q1 = kept_QE[:, :first].sum(1, keepdim=True)
+        nth_QS = slot_QS - before_Q1
+        received_QS = torch.where((nth_QS >= 0) & (nth_QS < room_Q1), room_Q1.cumsum(0) - room_Q1 + nth_QS, -1)
+        row_QS = received_QS if self.place_Q is None else _through(self.place_Q, received_QS)
+        self.row_GK, row = row_QS.reshape(-1, self.slot_TK.shape[1]), row_QS.flatten()
+        R, choice = self.groups.rows, torch.arange(row_QS.numel(), device=self.device)
+        # choices without a row all go behind the last one
+        at = torch.where(row < 0, R, row)
+        self.choice_R = torch.full([R + 1], -1, device=self.device).scatter_(0, at, choice)[:R]
+
+    def _gather(self, direction, tensors):
+        """Coroutine: all-gathers tensors "out" over ep, then etp; "back", reduce-scatters them the opposite way."""
+        hops = [(self.ep, "start_all_gather"), (self.etp, "start_all_gather")]
+        if direction == "back":
+            hops = [(self.etp, "start_reduce_scatter"), (self.ep, "start_reduce_scatter")]
+        for group, collective in hops:
+            if group.size > 1:
+                travelling = [getattr(group, collective)(x) for x in tensors]
+                yield
+                with clock.span("exchange", self.device):
+                    for _, work in travelling:
+                        work.wait()
+                tensors = [x for x, _ in travelling]
+        return tensors
 
     def _travel_out(self, rows, weights):
         D, N = rows.shape[1], self.etp.size
@@ -221,7 +273,7 @@ class Plan:
     @property
     def counts_first(self):
         """True where sizes must travel before rows. Slots of a single expert show how many are filled."""
-        return not self.capacity or self.shared > 1
+        return not self.capacity or self.shared > 1 or self.gathered
 
     def _arrived(self, weights_Q):
         """Capacity mode learns the sizes from the rows themselves, where they did not travel first."""
@@ -261,18 +313,21 @@ class Plan:
         """The token in each slot, -1 if it is empty."""
         return torch.where(self.choice_S < 0, -1, self.choice_S // self.slot_TK.shape[1])
 
+    @property
+    def token_R(self):
+        """The gathered token in each of the experts' rows, -1 if there is none."""
+        return torch.where(self.choice_R < 0, -1, self.choice_R // self.slot_TK.shape[1])
+
     def expert_rows(self):
         """(row, slots) for the experts' first product, as `permute` takes them: which of the arrived rows each of
         theirs is, and where each arrived row went. (None, None): they take them as they lie."""
-        if not self.stays:
-            return self.row_R, None if self.row_R is None else self.place_Q[:, None]
-        if self.row_R is None:
-            return self.token_S, self.slot_TK
-        return _through(self.token_S, self.row_R), _through(self.place_Q, self.slot_TK)
+        if self.gathered:
+            return self.token_R, self.row_GK
+        return self.row_R, None if self.row_R is None else self.place_Q[:, None]
 
     def shape_home(self, rows):
         """The shape that results sent back have at home."""
-        return (len(self.choice_S), rows.shape[1])
+        return (len(self.slot_TK) if self.gathered else len(self.choice_S), rows.shape[1])
 
 
 def _through(second, first):
@@ -294,28 +349,35 @@ def _unpack(wire, D):
 
 
 def dispatch(x_TD, weights_TK, plan):
-    """Fill the slots: rows [S, D], weights [S] with -1 in empty slots, differentiable in both. Where no row travels,
-    the rows are x_TD itself, and the experts gather from there."""
+    """Fill the slots: rows [S, D], weights [S] with -1 in empty slots, differentiable in both. Where tokens are
+    gathered, the rows are x_TD itself and the weights weights_TK, and the experts gather from there."""
+    if plan.gathered:
+        return x_TD, weights_TK
     T, K = plan.slot_TK.shape
-    rows_SD = x_TD if plan.stays else permute(x_TD, plan.token_S, plan.slot_TK)
+    rows_SD = permute(x_TD, plan.token_S, plan.slot_TK)
     weights_S = permute(weights_TK.reshape(T * K, 1), plan.choice_S, plan.slot_TK.view(T * K, 1)).flatten()
     return rows_SD, weights_S.masked_fill(plan.choice_S < 0, -1)
 
 
 def combine(rows_SD, plan):
     """Each token's sum over its slots, [T, D]; a dropped assignment contributes zero."""
-    return unpermute(rows_SD, plan.slot_TK, plan.token_S)
+    return rows_SD if plan.gathered else unpermute(rows_SD, plan.slot_TK, plan.token_S)
 
 
-def by_expert(rows_QD, plan):
-    """Received rows in the order in which experts compute them: [R, D]."""
+def by_expert(weights, plan):
+    """The router weights that arrived, [Q] or [G, K], in the order in which experts compute: [R]."""
+    if plan.gathered:
+        return permute(weights.reshape(-1, 1), plan.choice_R, plan.row_GK.view(-1, 1)).flatten()
     if plan.row_R is None:
-        return rows_QD
-    return permute(rows_QD, plan.row_R, plan.place_Q[:, None])
+        return weights
+    return permute(weights[:, None], plan.row_R, plan.place_Q[:, None]).flatten()
 
 
 def by_source(rows_RD, plan):
-    """Results in the order their rows were received: [Q, D]."""
+    """Results in the order their rows were received, [Q, D]; where tokens are gathered, each one's sum over its
+    rows here, [G, D]."""
+    if plan.gathered:
+        return unpermute(rows_RD, plan.row_GK, plan.token_R)
     if plan.row_R is None:
         return rows_RD
     return unpermute(rows_RD, plan.place_Q[:, None], plan.row_R)

@@ -29,7 +29,7 @@ import parallel
 from dispatch import DispatchConfig
 from kernels import KernelConfig, rms_norm, use
 from moe import Batch, FeedForward, MoE
-from parallel import (Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
+from parallel import (Begin, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
                       scatter, stage_layers, sum_over, together, zigzag_runs)
 from settings import knob, load
 
@@ -328,6 +328,7 @@ class Model(nn.Module):
         self.embedding = table() if begins or (ends and cfg.tie_embeddings) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
                                      for chunk in self.chunks for i in chunk})
+        self.fetch = lambda block: None     # waits for parameters on their way: Optimizer.fetch, where there is one
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None
 
@@ -390,9 +391,12 @@ class Model(nn.Module):
         use(self.cfg, batch.tokens_T.device)
         width = self.cfg.d_rope if self.cfg.attention == "mla" else head_width(self.cfg)
         batch.rope = rope_table(batch.positions_S, width, self.cfg.rope_theta, self.cfg.rope_scaling)
+        self.fetch(None)
         if self.is_first(chunk):
             x_TD = self.embed(batch.tokens_G)
         for i in self.chunks[chunk]:
+            self.fetch(i)
+            yield Begin(i)
             block = self.layers[str(i)]
             if "full" in self.cfg.recompute:
                 x_TD = yield Rerun(lambda x, plan, block=block: block(x, batch, plan), x_TD)

@@ -107,6 +107,11 @@ class Batch:
         self.sequence_T = torch.arange(B * S, device=device)[own] // S
         self.train = self.aux_scale > 0
 
+    def take(self, other):
+        """Becomes another microbatch of the same shape, in place."""
+        for name in ("tokens_G", "labels_G", "counted_T"):      # tokens_T and labels_T are parts of these
+            getattr(self, name).copy_(getattr(other, name))
+
 
 class Router(nn.Module):
     def __init__(self, cfg):
@@ -195,7 +200,7 @@ class Experts(nn.Module):
     def forward(self, rows_QD, weights_Q, plan):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
         backward needs no expert output. The first product gathers its rows itself."""
-        p_R = by_expert(weights_Q[:, None], plan).flatten()
+        p_R = by_expert(weights_Q, plan)
         h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows())
         y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.groups)
         return by_source(y_RD, plan)
@@ -234,7 +239,7 @@ class MoE(nn.Module):
                                                                    plan and plan.experts_TK)
         if plan is None:
             plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy,
-                        self.layout.ep, self.layout.etp, self.shared_slots)
+                        self.layout.ep, self.layout.etp, self.shared_slots, cfg.dispatcher == "allgather")
             plan.load = self.load(plan, batch) if batch.train else None
             if plan.counts_first:
                 yield Exchange("counts", plan)

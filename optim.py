@@ -1,10 +1,14 @@
 """Gradients summed once, parameters updated once: the sharded optimizer (ZeRO-1).
 
-A family is every parameter with the same owner group (the ranks that hold copies), dtype and weight decay.
-It lives in one flat parameter buffer and one flat gradient buffer, of which every parameter and its .grad
-are views. Once a step the gradients are reduce-scattered over the owners, each rank updates its shard, and
-the parameters are all-gathered back. Shards of all families are disjoint over the world, so the global
-gradient norm is one all-reduce of local sums: no rule says who counts what.
+A family is every parameter of a bucket (a block, some blocks, or all outside of blocks) with the same owner
+group (the ranks that hold copies), dtype and weight decay. It lives in one flat parameter buffer and one flat
+gradient buffer, of which every parameter and its .grad are views. Once a step the gradients are reduce-scattered
+over the owners, each rank updates its shard, and the parameters are all-gathered back. Shards of all families are
+disjoint over the world, so the global gradient norm is one all-reduce of local sums: no rule says who counts what.
+
+Both travel while the step computes: a bucket's gradients leave as soon as the driver says that the last backward is
+through with it, and its updated parameters arrive during the next forward, which waits for them block by block.
+With overlap=none the same messages are waited for at once.
 
 Gradients are sums. The loss is divided by the global number of valid tokens where it is made, and nothing
 is averaged here, so no factor depends on a layout.
@@ -63,12 +67,30 @@ def square_sum(x):
     return torch.nn.utils.get_total_norm(x.split(2**16)).double() ** 2
 
 
+# Consecutive blocks share a bucket until it has so many parameters: each message costs its latency.
+BUCKET = 2**21
+
+
+def buckets(model):
+    """{block: the first one of its bucket}. Backward comes to the first one last."""
+    first_of = {}
+    for chunk in model.chunks:
+        first, size = None, BUCKET
+        for i in chunk:
+            if size >= BUCKET:
+                first, size = i, 0
+            first_of[i] = first
+            size += sum(p.numel() for p in model.layers[str(i)].parameters())
+    return first_of
+
+
 class Family:
     """Parameters that are reduced, updated and gathered as one. `ends`: the two pipeline stages that both hold
     them, or None. Such a family has the same members and owners on both, hence the same shards."""
 
     def __init__(self, owner, dtype, decays, ends=None):
         self.owner, self.dtype, self.decays, self.ends, self.slots = owner, dtype, decays, ends, []
+        self.stale, self.gathering, self.reducing = False, None, None
 
     def allocate(self, named, device):
         """Gives `named` meta parameters their place: → {name: parameter}. Starts are aligned to 16 elements
@@ -79,30 +101,43 @@ class Family:
             end += -(-meta.numel() // 16) * 16
         self.shard_size = -(-end // self.owner.size)
         size = self.shard_size * self.owner.size
-        self.flat = torch.zeros(size, dtype=self.dtype, device=device)
+        self._flat = torch.zeros(size, dtype=self.dtype, device=device)
         self.grad = torch.zeros(size, dtype=torch.float32, device=device)
         self.own = slice(self.owner.rank * self.shard_size, (self.owner.rank + 1) * self.shard_size)
         self.params = {}
-        for (name, _), view, grad in zip(named, self.split(self.flat), self.split(self.grad)):
+        for (name, _), view, grad in zip(named, self.split(self._flat), self.split(self.grad)):
             self.params[name] = param = nn.Parameter(view)
             param.grad_dtype = torch.float32    # bf16 parameters accumulate into the fp32 buffer in place
             param.grad = grad
         # The fp32 master: the flat buffer itself where it is fp32 already.
-        self.master = nn.Parameter(self.flat[self.own].float())
+        self.master = nn.Parameter(self._flat[self.own].float())
         return self.params
 
     def split(self, flat):
         """The parameter-shaped views of a whole flat buffer, in order."""
         return [flat[start:start + shape.numel()].view(shape) for _, shape, start in self.slots]
 
+    @property
+    def flat(self):
+        """The parameters as they are after the last update."""
+        self.fetch()
+        return self._flat
+
     @torch.no_grad()
     def load_master(self):
         """After the parameters were written: the masters follow them."""
         self.master.copy_(self.flat[self.own])
 
-    def reduce(self):
-        """Sums gradients over the owners; this rank's shard becomes the master's gradient."""
-        self.master.grad = self.owner.reduce_scatter(self.grad)
+    def start_reduce(self):
+        """Starts to sum gradients over the owners. They must be complete, and must not change before the end."""
+        if self.reducing is None:
+            self.reducing = self.owner.start_reduce_scatter(self.grad)
+
+    def finish_reduce(self):
+        """This rank's shard of the sum becomes the master's gradient."""
+        self.start_reduce()
+        (self.master.grad, work), self.reducing = self.reducing, None
+        work.wait()
         if self.ends:
             self.ends.all_reduce(self.master.grad)
 
@@ -112,13 +147,21 @@ class Family:
         return self.ends is None or self.ends.rank == 0
 
     @torch.no_grad()
-    def gather(self):
-        """The updated masters reach every owner's parameters."""
-        if self.owner.size == 1:
-            if self.master.data_ptr() != self.flat.data_ptr():
-                self.flat.copy_(self.master)
-        else:
-            self.flat.copy_(self.owner.all_gather(self.master.to(self.dtype)))
+    def start_gather(self):
+        """If the masters were updated: starts to bring them to every owner's parameters."""
+        if self.stale and self.owner.size > 1:
+            shard = self.master.detach().to(self.dtype)
+            self.gathering = shard, self.owner.start_all_gather(shard, out=self._flat)[1]
+        elif self.stale and self.master.data_ptr() != self._flat.data_ptr():
+            self._flat.copy_(self.master)
+        self.stale = False
+
+    def fetch(self):
+        """The parameters may be read from here on."""
+        self.start_gather()
+        if self.gathering:
+            self.gathering[1].wait()
+            self.gathering = None
 
 
 class Optimizer:
@@ -126,16 +169,21 @@ class Optimizer:
 
     def __init__(self, cfg, model, layout, dtype, device):
         self.cfg, self.layout = cfg, layout
-        owners = {(): layout.plane, ("tp",): layout.dpcp, ("ep", "etp"): layout.edp}
-        named = {}
+        self.first_of, named = buckets(model), {}
+        model.fetch = self.fetch
         for name, param in model.named_parameters():
             # a parameter made fp32 on purpose (the router) stays so in a bf16 model
             kind = torch.float32 if ".router." in name else dtype
             ends = layout.ends if model.on_both_ends(name) else None
-            named.setdefault((tuple(model.shards(name)), kind, param.ndim > 1, ends), []).append((name, param))
-        self.families = []
-        for (shards, kind, decays, ends), members in named.items():
-            family = Family(owners[shards], kind, decays, ends)
+            block = int(name.split(".")[1]) if name.startswith("layers.") else None
+            owner = layout.owners[tuple(model.shards(name))]
+            key = self.first_of.get(block), owner.ranks, kind, param.ndim > 1, ends
+            named.setdefault(key, (owner, []))[1].append((name, param))
+        self.families, self.of_bucket = [], {}
+        # in the order in which forward needs them: the embedding and what else is outside of blocks, then the blocks
+        for (bucket, _, kind, decays, ends), (owner, members) in sorted(named.items(), key=lambda f: f[0][0] is not None):
+            family = Family(owner, kind, decays, ends)
+            self.of_bucket.setdefault(bucket, []).append(family)
             for name, param in family.allocate(members, device).items():
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)
@@ -182,14 +230,40 @@ class Optimizer:
                 self.state(family)
                 self.adamw.state[family.master]["step"].fill_(count)
 
+    def start_gather(self):
+        """A step begins: updated parameters set out, in the order in which forward needs them."""
+        for family in self.families:
+            family.start_gather()
+        if self.cfg.overlap == "none":
+            for family in self.families:
+                family.fetch()
+
+    def fetch(self, block):
+        """Waits for the parameters of a block, or with None for all outside of blocks."""
+        for family in self.of_bucket.get(self.first_of.get(block), ()):
+            family.fetch()
+
     def zero_grad(self):
         for family in self.families:
+            if family.reducing:     # of a backward that is not wanted any more
+                family.reducing[1].wait()
+                family.reducing = None
             family.grad.zero_()
+
+    def ready(self, block):
+        """The gradients of a block are complete: they set out when those of its whole bucket are."""
+        if self.first_of[block] == block:
+            for family in self.of_bucket[block]:
+                family.start_reduce()
+                if self.cfg.overlap == "none":
+                    family.reducing[1].wait()
 
     def reduce(self):
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
-            family.reduce()
+            family.start_reduce()
+        for family in self.families:
+            family.finish_reduce()
         squares = sum(square_sum(f.master.grad) for f in self.families if f.answers)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
@@ -208,8 +282,12 @@ class Optimizer:
         else:
             for family in self.families:
                 family.master.copy_(torch.where(skip, family.master, family.master - lr * family.master.grad))
+        self.changed()
+
+    def changed(self):
+        """The masters were written: parameters follow when they are next used."""
         for family in self.families:
-            family.gather()
+            family.stale = True
 
 
 def full_gradients(model, optimizer):

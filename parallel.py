@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from kernels import clock, drain_weight_gradients, linear, weight_gradient, weight_gradients_put_off
+from kernels import (after_weight_gradients, clock, drain_weight_gradients, linear, weight_gradient,
+                     weight_gradients_put_off)
 from settings import knob
 
 
@@ -106,12 +107,22 @@ def nvl_domain(cfg):
     return 64 if rack else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def inside_domain(cfg, ep, world):
+    """Do ep*etp ranks side by side never lie in two NVLink domains?"""
+    domain = nvl_domain(cfg)
+    return world <= domain or domain % (ep * cfg.etp) == 0
+
+
+def largest_ep(cfg, world):
+    """The largest fitting ep that stays inside an NVLink domain, or 1."""
+    return max(e for e in _divisors(world // cfg.pp // cfg.etp)
+               if e == 1 or cfg.num_experts % e == 0 and inside_domain(cfg, e, world))
+
+
 def sizes_of(cfg, world):
     """The Sizes that `cfg` means on `world` ranks. Call it after `check` found nothing."""
     plane = world // cfg.pp
-    fits = [e for e in _divisors(plane // cfg.etp)
-            if cfg.num_experts % e == 0 and (e == 1 or e * cfg.etp <= nvl_domain(cfg))]
-    ep = cfg.ep or fits[-1]
+    ep = cfg.ep or largest_ep(cfg, world)
     return Sizes(cfg.pp, plane // (cfg.tp * cfg.cp), cfg.cp, cfg.tp, plane // (cfg.etp * ep), ep, cfg.etp, cfg.vpp)
 
 
@@ -234,15 +245,15 @@ class _Done:
 class Group:
     """The ranks along some mesh dimensions, and the collectives among them. Alone, all are the identity."""
 
-    def __init__(self, name, ranks):
-        self.name, self.ranks, self.size = name, ranks, len(ranks)
+    def __init__(self, name, ranks, traffic=""):
+        self.name, self.ranks, self.size, self.traffic = name, ranks, len(ranks), traffic
         self.rank = ranks.index(dist.get_rank())
         if self.size > 1:
-            process_group(ranks)    # all members make it now
+            process_group(ranks, traffic)   # all members make it now
 
     @property
     def pg(self):
-        return process_group(self.ranks)
+        return process_group(self.ranks, self.traffic)
 
     def near(self, block):
         """The share of this rank's peers inside the same aligned block of `block` ranks (node, domain)."""
@@ -259,11 +270,12 @@ class Group:
     def sum(self, x):
         return self.all_reduce(x.clone())
 
-    def start_all_gather(self, x):
-        """Starts all_gather. Returns (out, work): out must not be read before work.wait(), nor x changed."""
+    def start_all_gather(self, x, out=None):
+        """Starts all_gather, into `out` if given, of which x may be this rank's part. Returns (out, work): out must
+        not be read before work.wait(), nor x changed."""
         if self.size == 1:
             return x, _Done
-        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        out = x.new_empty(self.size * len(x), *x.shape[1:]) if out is None else out
         ledger.add(self, "all-gather", x.nbytes * (self.size - 1))
         return out, _all_gather(out, x.contiguous(), group=self.pg, async_op=True)
 
@@ -379,6 +391,9 @@ class Layout:
     batch   cp×tp, the ranks that hold the tokens of one microbatch of one data-parallel rank
     ends    the first and the last pipeline stage, owners of a parameter that both use (elsewhere: alone)
 
+    owners has plane, dpcp and edp again, by the mesh dimensions over which a parameter is sliced: gradients and
+    parameters travel beside the step, whose own messages must not queue behind them.
+
     onward and homeward are the links to the neighbouring stages.
     """
 
@@ -392,6 +407,9 @@ class Layout:
         self.alone = Group("alone", (rank,))
         self.pp, self.dp, self.cp, self.tp = (group(d, d) for d in DENSE)
         self.edp, self.ep, self.etp = (group(d, d) for d in EXPERTS[1:])
+        owner = lambda name, *dims: Group(name, sizes.members(rank, *dims), "parameters")
+        self.owners = {(): owner("plane", "dp", "cp", "tp"), ("tp",): owner("dp×cp", "dp", "cp"),
+                       ("ep", "etp"): owner("edp", "edp")}
         self.onward, self.homeward = (Link(self.pp, sizes.vpp, way, device) for way in ("forward", "backward"))
         ends = (self.pp.ranks[0], self.pp.ranks[-1])
         if rank not in ends:
@@ -567,6 +585,13 @@ class Rerun:
         self.block, self.x = block, x
 
 
+class Begin:
+    """A coroutine's remark that `block` begins here: behind it in backward, the block's gradients are complete."""
+
+    def __init__(self, block):
+        self.block = block
+
+
 ADJOINT = {"out": "back", "back": "out"}
 _anchor = torch.empty(0, requires_grad=True)    # gives what enters a segment a reason to require grad
 
@@ -694,15 +719,24 @@ class Tape:
                 except StopIteration as end:
                     self.output = _edge(end.value) if self.record else None
                     return end.value.detach()
+            arrived = None
+            if isinstance(request, Begin):
+                self.cuts.append(request)
+                continue
             served = (self._rerun if isinstance(request, Rerun) else self._exchange)(request)
-            del request, arrived    # while tokens travel, only the coroutine itself holds its tensors
+            del request     # while tokens travel, only the coroutine itself holds its tensors
             arrived = yield from served
 
-    def backward(self, grad):
-        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value."""
+    def backward(self, grad, ready=None):
+        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value. ready(block) is
+        called when those of a block are complete, weight gradients that were put off included."""
         edges, grads = [self.output], [grad]
         while True:
             _backward(edges, grads)
+            while self.cuts and isinstance(self.cuts[-1], Begin):
+                block = self.cuts.pop().block
+                if ready is not None:
+                    after_weight_gradients(functools.partial(ready, block))
             if not self.cuts:
                 drain_weight_gradients()
                 return
@@ -812,11 +846,12 @@ def schedule(stage, pp, vpp, m, pair):
     return cells
 
 
-def execute(cells, model, batches, grad):
+def execute(cells, model, batches, grad, ready=None):
     """Runs a step's cells on this stage, forward and backward, with what travels between stages.
 
     model     model(batch, chunk, x_TD) is the coroutine of one chunk; model.layout knows the neighbours
     grad      the gradient of a microbatch's loss
+    ready     called with the number of a block as soon as its gradients are those of all microbatches
     Returns the losses, detached, on the last stage; an empty list elsewhere.
     """
     onward, homeward = model.layout.onward, model.layout.homeward
@@ -836,7 +871,8 @@ def execute(cells, model, batches, grad):
 
     def backward(chunk, i):
         tape = tapes.pop((chunk, i))
-        yield from tape.backward(grad if model.is_last(chunk) else homeward.arrive())
+        last = i == len(batches) - 1    # of every chunk: microbatches come back in order
+        yield from tape.backward(grad if model.is_last(chunk) else homeward.arrive(), ready if last else None)
         if tape.inlet is not None:
             homeward.send(tape.inlet.take())
 

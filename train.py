@@ -61,6 +61,8 @@ class TrainConfig:
                        "in an out_dir without any; or the path of one")
     init_from: str = knob("", "hf:FOLDER starts from the weights of a model in Hugging Face's layout, whose "
                           "architecture it takes")
+    cuda_graph: bool = knob(False, "capture forward, backward and reduction once, and replay them (GPU and capacity "
+                            "only; exchange and GEMM times are not measured then)")
     timeout_s: int = knob(600, "seconds after which a collective that some rank never joins ends the run", least=1)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline: to files in out_dir)")
     wandb_project: str = knob("foldmoe", "its project there")
@@ -98,6 +100,11 @@ def check(cfg, world):
     for part in (dispatch, moe, models, optim):
         problems += part.check(cfg)
     problems += kernels.check(cfg, device_of(cfg)) + checkpoint.check_init(cfg, cfg.init_from)
+    if cfg.cuda_graph and not cfg.capacity_factor:
+        problems.append("cuda_graph=true replays fixed shapes, but capacity_factor=0 is dropless: set capacity_factor to "
+                        "about 1.25 (with on_overflow=rerun nothing is lost), or cuda_graph=false")
+    if cfg.cuda_graph and device_of(cfg).type != "cuda":
+        problems.append("cuda_graph=true needs a GPU, but the device is a CPU: set cuda_graph=false")
     if cfg.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda, but torch sees no GPU: set device=cpu or auto")
     elif device_of(cfg).type == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
@@ -182,6 +189,7 @@ class Trainer:
         self.optimizer = optim.Optimizer(cfg, self.model, self.layout, self.dtype, self.device)
         models.init_weights(self.model, cfg.seed)
         self.optimizer.start()
+        self.graph = Graph(self) if cfg.cuda_graph else None
 
     def _batch(self, tokens, windows, **how):
         return moe.Batch(self.layout, *data.batch(tokens, windows, self.cfg.seq_len), **how)
@@ -207,24 +215,28 @@ class Trainer:
         valid, counted = self.layout.plane.all_reduce(counts).clamp_min(1).unbind()
         for batch in batches:
             batch.z_scale = 1 / counted
+        self.optimizer.start_gather()
         self.optimizer.zero_grad()
         for layer in self.model.moes.values():
             layer.stats.reset()
         cells = schedule(self.layout.pp.rank, self.layout.pp.size, self.cfg.vpp, len(batches),
                          self.cfg.overlap == "pair")
-        losses = execute(cells, self.model, batches, (1 / valid).float())
+        losses = execute(cells, self.model, batches, (1 / valid).float(), self.optimizer.ready)
         loss = sum(losses, torch.zeros((), device=self.device))
         # a tensor-parallel group has one loss, which all its ranks computed
         return loss if self.layout.tp.rank == 0 else torch.zeros_like(loss), valid
 
+    def gradients(self, batches):
+        """forward_backward and the sum over ranks. → (what it returns, and the global gradient norm)."""
+        return *self.forward_backward(batches), self.optimizer.reduce()
+
     def step(self, step):
         """One optimizer step (from 0)."""
         rank, world = self.layout.world.rank, self.layout.world.size
-        loss, valid = self.forward_backward(list(self.batches(step)))
+        loss, valid, norm = (self.graph or self.gradients)(list(self.batches(step)))
         rerun = self.cfg.on_overflow == "rerun" and self.overflowed()
-        if rerun:   # everything that a forward and backward leaves behind is cleared before the next one
-            loss, valid = self.forward_backward(list(self.batches(step, capacity=0)))
-        norm = self.optimizer.reduce()
+        if rerun:   # everything that an attempt leaves behind is cleared or replaced by the next one
+            loss, valid, norm = self.gradients(list(self.batches(step, capacity=0)))
         skip = ~norm.isfinite()
         finite = torch.zeros(world, dtype=torch.float64, device=self.device)
         finite[rank] = loss.isfinite()
@@ -284,6 +296,51 @@ class Trainer:
         return self.data.decode(ids) if self.data.tokenizer else str(ids)
 
 
+class Graph:
+    """Trainer.gradients as one CUDA graph: the host launches one thing instead of thousands.
+
+    The first steps run as they are, on a stream of their own, so that libraries and communicators are set up. The
+    next one is captured, beginning with the parameters' way to their owners, and from then on replayed: every tensor
+    has its fixed place, and microbatches are copied to where the captured ones lie. What a capture leaves in Python
+    (gradients of masters, the layers' statistics) is put back after each replay, because a repeated step or an
+    evaluation may have come between.
+    """
+
+    WARM_UP = 3
+
+    def __init__(self, trainer):
+        self.trainer, self.calls, self.graph = trainer, 0, None
+
+    def __call__(self, batches):
+        self.calls += 1
+        if self.calls <= self.WARM_UP:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results = self.trainer.gradients(batches)
+            torch.cuda.current_stream().wait_stream(stream)
+            return results
+        if self.graph is None:
+            self.capture(batches)
+        for captured, batch in zip(self.batches, batches):
+            captured.take(batch)
+        self.graph.replay()
+        for family, grad in self.grads:
+            family.master.grad, family.stale = grad, False
+        for layer, stats in self.stats:
+            vars(layer.stats).update(stats)
+        return self.results
+
+    def capture(self, batches):
+        families, layers = self.trainer.optimizer.families, self.trainer.model.moes.values()
+        self.trainer.optimizer.changed()    # whoever read the parameters since the last update: gathering is captured
+        self.batches, self.graph = batches, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.results = self.trainer.gradients(batches)
+        self.grads = [(family, family.master.grad) for family in families]
+        self.stats = [(layer, dict(vars(layer.stats))) for layer in layers]
+
+
 # --------------------------------------------------------------------------------------------------
 # What the user sees
 
@@ -316,7 +373,7 @@ def measure(trainer, result, peak, stop=False):
         "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
         "drop_fraction": dropped, **({"rerun": int(result.rerun)} if cfg.on_overflow == "rerun" else {}),
         "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
-        "a2a_share": (times[:, 1] / times[:, 0]).mean().item(),
+        "a2a_share": None if trainer.graph and trainer.graph.graph else (times[:, 1] / times[:, 0]).mean().item(),
         "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
         "memory_gb": times[:, 3].max().item(), "step_s": step_s}
     row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -411,6 +468,10 @@ class Log:
             f"{cfg.max_steps * cfg.global_batch / trainer.data.train.n_windows(cfg.seq_len):.2f} epochs")
         if cfg.force_balance:
             self.print("force_balance: routing is round-robin; speed is flattered and the model learns nothing useful")
+        if s.ep > 1 and not parallel.inside_domain(cfg, s.ep, s.world):
+            self.print(f"ep={s.ep} leaves the NVLink domain of {domain} ranks, so exchanges cross the network: the "
+                       f"largest ep that stays inside is {parallel.largest_ep(cfg, s.world)} (nvl_domain sets the "
+                       f"ranks of a domain)")
         if cfg.overlap == "pair" and trainer.microbatches == 1 and s.ep > 1:
             self.print("overlap=pair has a single microbatch, which runs alone: lower micro_batch to hide exchanges")
         ledger.take()   # what this table itself cost is no part of a step

@@ -325,31 +325,43 @@ def poisoned():
 
 
 class _Late:
-    def __init__(self, group, x, send, recv, plain, random):
+    def __init__(self, x, launch, random, out):
         self.x, self.copy, self.random, self.done = x, x.clone(), random, False
-        self.hidden, self.work = plain(group, self.copy, send, recv)
-        self.out = torch.full_like(self.hidden, torch.nan if x.is_floating_point() else -1)
+        self.hidden, self.work = launch(self.copy)
+        self.within = out is not None   # what is sent may be a part of what arrives, and is NaN too
+        self.out = torch.empty_like(self.hidden) if out is None else out
+        self.out.fill_(torch.nan if x.is_floating_point() else -1)
 
+    @torch.no_grad()
     def wait(self):
         time.sleep(self.random.random() * 2e-3)
         self.work.wait()
-        assert torch.equal(*(t.nan_to_num() for t in (self.x, self.copy))), "changed while it travelled"
-        self.out.copy_(self.hidden)
+        assert self.within or torch.equal(*(t.nan_to_num() for t in (self.x, self.copy))), "changed while it travelled"
+        if not self.done:
+            self.out.copy_(self.hidden)
         self.done = True
 
 
 @contextlib.contextmanager
 def late_exchanges():
-    """What an all-to-all delivers is NaN until its wait() returns, launches and waits take a random time, and
-    what was sent may not change before. → the list of exchanges launched; all must have been awaited."""
+    """What an all-to-all, all-gather or reduce-scatter delivers is NaN until its wait() returns, launches and waits
+    take a random time, and what was sent may not change before. → the list of what was launched; all of it must
+    have been awaited."""
     import parallel
-    plain, random, launched = parallel.Group.all_to_all, Random(torch.distributed.get_rank()), []
+    random, launched = Random(torch.distributed.get_rank()), []
 
-    def all_to_all(self, x, send=None, recv=None):
-        time.sleep(random.random() * 2e-3)
-        launched.append(_Late(self, x, send, recv, plain, random))
-        return launched[-1].out, launched[-1]
+    def late(plain):
+        @torch.no_grad()
+        def start(self, x, *sizes, out=None):
+            if self.size == 1:
+                return plain(self, x, *sizes)
+            time.sleep(random.random() * 2e-3)
+            launched.append(_Late(x, lambda copy: plain(self, copy, *sizes), random, out))
+            return launched[-1].out, launched[-1]
+        return start
 
-    with replaced(parallel.Group, "all_to_all", all_to_all):
+    with contextlib.ExitStack() as stack:
+        for name in ("all_to_all", "start_all_gather", "start_reduce_scatter"):
+            stack.enter_context(replaced(parallel.Group, name, late(getattr(parallel.Group, name))))
         yield launched
     assert all(work.done for work in launched), "an exchange was never awaited"

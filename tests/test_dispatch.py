@@ -131,7 +131,7 @@ def plan(experts, weights=None, num_experts=2, capacity=0, policy="probs"):
     experts = torch.tensor(experts)
     weights = torch.zeros(experts.shape) if weights is None else torch.tensor(weights)
     made = dispatch.Plan(experts, weights, num_experts, capacity, policy, ALONE, ALONE)
-    made.stays = False      # as if rows travelled: alone they would not be moved into slots
+    made.gathered = False   # as if rows travelled: alone they would not be moved into slots
     return made
 
 
@@ -196,7 +196,7 @@ def test_a_router_weight_that_is_nan_still_is_a_row():
     for _ in p.travel("out", rows_SD, weights_S):
         pass
     assert p.groups.ends_L.tolist() == [3, 6, 6]
-    assert dispatch.by_expert(weights_S[:, None], p)[:3].isnan().sum() == 1
+    assert dispatch.by_expert(weights_S, p)[:3].isnan().sum() == 1
 
 
 def test_capacity_by_hand():
@@ -287,11 +287,13 @@ def layer_and_loops(variants, world):
 @pytest.mark.parametrize("world, ep", [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2)])
 def test_layer_against_loops(pool, tokens, world, ep):
     base = dict(data=tokens, global_batch=2 * world, micro_batch=2, n_layer=2, n_shared_experts=0, ep=ep, d_expert=12)
-    variants = [(dict(base, capacity_factor=c, drop_policy=p, score_fn=f, recompute=r), t) for c, p, f, r, t in (
+    variants = [(dict(base, capacity_factor=c, drop_policy=p, score_fn=f, recompute=r, dispatcher=d), t)
+                for c, p, f, r, t in (
         (0.0, "probs", "softmax", (), False), (0.0, "probs", "sigmoid", ("moe",), False),
         (0.5, "probs", "softmax", (), False), (0.5, "position", "sigmoid", (), False),
         (1.0, "probs", "sigmoid", ("moe",), False), (0.3, "probs", "softmax", (), True),
-        (0.3, "position", "softmax", (), True), (4.0, "position", "softmax", (), False))]
+        (0.3, "position", "softmax", (), True), (4.0, "position", "softmax", (), False))
+                for d in ("alltoall", "allgather")[:1 + (ep > 1)]]
     for rank, results in enumerate(pool.run(world, layer_and_loops, variants, world)):
         for (knobs, ties), (pairs, (assigned, held)) in zip(variants, results):
             what = f"rank {rank}, factor {knobs['capacity_factor']}, {knobs['drop_policy']}, ties {ties}"
@@ -379,6 +381,71 @@ def test_every_expert_starts_from_its_own_values_in_every_layout(pool, tokens):
                 for name, param in params.items():
                     want = whole[name][first:first + 8 // ep] if ".experts." in name else whole[name]
                     assert torch.equal(param, want), (world, ep, name)
+
+
+# ---- dispatcher=allgather ----
+
+
+GATHERED = {
+    "ep 4": dict(ep=4),
+    "ep 2, etp 2": dict(ep=2, etp=2),
+    "ep 2, edp 2, tp 2": dict(ep=2, tp=2),
+    "ep 4, cp 2, tp 2": dict(ep=4, cp=2, tp=2),
+    "etp 4": dict(etp=4),
+    "pp 2, ep 2": dict(pp=2, ep=2),
+    "recompute": dict(ep=4, recompute=("full",)),
+    "recompute experts, one at a time": dict(ep=2, etp=2, recompute=("moe",), overlap="none", defer_wgrad=False),
+}
+
+
+def in_poisoned_memory(variants, world, **how):
+    with poisoned():
+        return run_layouts(variants, world, **how)
+
+
+def test_gathered_tokens_give_the_same_gradients(pool, tokens):
+    """Dropless, as one process; with little capacity, as with rows that travel one by one: the same is dropped."""
+    base = dict(data=tokens, micro_batch=1, top_k=3)
+    ref = pool.run(1, run_layout, dict(base, micro_batch=12), 1, steps=1)[0]
+    few = [dict(capacity_factor=0.7), dict(capacity_factor=0.7, capacity_scope="rank", drop_policy="position")]
+    variants = []
+    for i, knobs in enumerate(GATHERED.values()):
+        variants += [base | knobs | dict(dispatcher="allgather")]
+        variants += [base | knobs | few[i % 2] | dict(dispatcher=d) for d in ("alltoall", "allgather")]
+    for rank, found in enumerate(pool.run(4, in_poisoned_memory, variants, 4, steps=1)):
+        for name, (dropless, rows, gathered) in zip(GATHERED, zip(*[iter(found)] * 3)):
+            assert_equals(ref, dropless, what=f"{name}, dropless, rank {rank}")
+            assert_equals(rows, gathered, what=f"{name}, rank {rank}")
+            assert abs(rows["norm"] - ref["norm"]) > 1e-4 * ref["norm"], "drops are what is tested"
+
+
+def bytes_sent(variants, world):
+    """{(group, collective): bytes} of one MoE layer's exchanges in one forward and backward, per variant."""
+    import train
+    from parallel import ledger
+    sent = []
+    for knobs in variants:
+        trainer = train.Trainer(config(n_layer=1, n_dense_layers=0, **knobs), world)
+        ledger.take()
+        trainer.forward_backward(list(trainer.batches(0)))
+        sent.append({(group.name, op): n for (group, op), (_, n) in ledger.take().items() if group.name in ("ep", "etp")})
+    return sent
+
+
+def test_the_ledger_counts_gathered_tokens(pool, tokens):
+    """32 tokens a rank of 32 numbers, fp32, top-6 of 8: each goes to the other rank and back, twice."""
+    base = dict(data=tokens, global_batch=4, top_k=6)
+    T, D, K, E = 32, 32, 6, 8
+    there, ints = (D + K) * T * 4, (T * K + 2 * E) * 8     # two microbatches each say how many choices experts have
+    for capacity in (0.0, 1.0):
+        variants = [dict(base, ep=2, dispatcher=d, capacity_factor=capacity) for d in ("allgather", "alltoall")]
+        for gathered, rows in pool.run(2, bytes_sent, variants, 2):
+            assert gathered == {("ep", "all-gather"): there + ints + T * D * 4,
+                                ("ep", "reduce-scatter"): T * D * 4 + there}
+            assert sum(rows.values()) > 1.5 * sum(gathered.values())
+    for sent, in pool.run(4, bytes_sent, [dict(base, global_batch=8, ep=2, etp=2, dispatcher="allgather")], 4):
+        assert sent["etp", "all-gather"] == 2 * sent["ep", "all-gather"]
+        assert sent["etp", "reduce-scatter"] == 2 * sent["ep", "reduce-scatter"]
 
 
 # ---- skewed routing ----

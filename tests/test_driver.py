@@ -183,8 +183,10 @@ def late_layouts(variants, world):
 def test_exchanges_that_arrive_late_change_no_bit(pool, tokens, world):
     """What arrives is NaN until waited for, and everything takes a random time."""
     base = dict(data=tokens, global_batch=3 * world, ep=world, **LOSSES)
-    variants = [dict(base, capacity_factor=c, recompute=r, overlap=o)
-                for c, r in ((0.0, ()), (0.0, ("full",)), (1.0, ()), (1.0, ("full",)), (1.0, ("moe",)))
+    variants = [dict(base, capacity_factor=c, recompute=r, overlap=o, dispatcher=d)
+                for c, r, d in ((0.0, (), "alltoall"), (0.0, ("full",), "alltoall"), (1.0, (), "alltoall"),
+                                (1.0, ("full",), "alltoall"), (1.0, ("moe",), "alltoall"),
+                                (0.0, (), "allgather"), (1.0, ("full",), "allgather"))
                 for o in ("pair", "none")]
     punctual = pool.run(world, run_layouts, [v for v in variants if v["overlap"] == "none"], world, steps=1)
     for rank, (results, launched) in enumerate(pool.run(world, late_layouts, variants, world)):
@@ -354,6 +356,8 @@ def around_a_broken_step(variants, world):
 
 
 def state_of(trainer):
+    for family in trainer.optimizer.families:
+        family.fetch()
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
     for i, family in enumerate(trainer.optimizer.families):
         state[f"master {i}"] = family.master.detach().clone()
@@ -443,6 +447,8 @@ def updates(variants, world):
             assert p.requires_grad and inside(p, family.flat) and inside(p.grad, family.grad), name
         before = {name: p.detach().clone() for name, p in params.items()}
         trainer.step(0)
+        for family in families:
+            family.fetch()
         still = []
         for name, p in params.items():
             rows = zip(p, before[name]) if ".experts." in name else [(p, before[name])]

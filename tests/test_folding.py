@@ -3,7 +3,7 @@
 import harness
 import pytest
 import torch
-from harness import assert_equals, log_rows, run_layout, run_layouts
+from harness import assert_equals, bit_equal, log_rows, run_layout, run_layouts
 
 import parallel
 
@@ -74,6 +74,30 @@ def test_every_layout_of_eight_ranks(pool, tokens, at):
     check(pool, tokens, some(EIGHT, at, 6), 8, 24, n_head=8)
 
 
+WITH_EXPERTS_SPREAD = {name: found for name, found in FOUR.items() if found[0]["ep"] > 1}
+
+
+@pytest.mark.full
+def test_gathered_tokens_in_every_layout_of_four_ranks(pool, tokens):
+    check(pool, tokens, WITH_EXPERTS_SPREAD, 4, 12, dispatcher="allgather", top_k=3)
+
+
+def one_run_each(pool, tokens, layouts, **more):
+    """Gradients of a layout are the same bits with pairs or without, with weight gradients put off or not."""
+    variants = [dict(data=tokens, n_layer=4, global_batch=12, overlap=overlap, defer_wgrad=defer) | more | knobs
+                for knobs in layouts.values() for overlap in ("none", "pair") for defer in (False, True)]
+    for rank, found in enumerate(pool.run(4, run_layouts, variants, 4, steps=1, timeout=400)):
+        for name, four in zip(layouts, zip(*[iter(found)] * 4)):
+            assert all(bit_equal(four[0], other) for other in four[1:]), (name, rank)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", [(), ("full",), ("moe",)])
+def test_overlap_changes_no_bit_in_any_layout(pool, tokens, recompute):
+    accumulating = {name: dict(knobs, micro_batch=4 // dp) for name, (knobs, dp) in WITH_EXPERTS_SPREAD.items()}
+    one_run_each(pool, tokens, accumulating, recompute=recompute)
+
+
 CROSSED = {
     "2 KV heads, tp 4": dict(tp=4, ep=4),
     "2 KV heads, tp 4, etp 2": dict(tp=4, ep=2, etp=2),
@@ -104,6 +128,20 @@ def test_what_else_may_be_switched(pool, tokens, variant):
     for rank, found in enumerate(results):
         for name, result in zip(crossed, found):
             assert_equals(ref, result, what=f"{name}, rank {rank}")
+
+
+BITWISE = {
+    "ep4": dict(ep=4, micro_batch=3),
+    "tp2·ep2·etp2, recompute": dict(tp=2, ep=2, etp=2, recompute=("full",), micro_batch=3),
+    "pp2·ep2": dict(pp=2, ep=2, micro_batch=2),
+    "pp2·tp2·ep2, recompute, tied": dict(pp=2, tp=2, ep=2, recompute=("full",), tie_embeddings=True, micro_batch=4),
+    "tp2·cp2·ep4, recompute experts": dict(tp=2, cp=2, ep=4, recompute=("moe",), capacity_factor=1.0, micro_batch=4),
+    "cp4·ep2·etp2, allgather": dict(cp=4, ep=2, etp=2, dispatcher="allgather", capacity_factor=1.0, micro_batch=4),
+}
+
+
+def test_overlap_changes_no_bit(pool, tokens):
+    one_run_each(pool, tokens, BITWISE)
 
 
 def no_labels(tokens, labels, windows):
@@ -170,6 +208,37 @@ def test_groups_of_64_ranks():
                     assert list(sizes.members(rank, name)) == alike, (sizes, rank, name)
         plane = [r for r in range(64) if at[r][0] == at[63][0]]
         assert list(sizes.members(63, "dp", "cp", "tp")) == plane
+
+
+def start_table(variants, world):
+    """The start table's lines about leaving an NVLink domain, per variant."""
+    import train
+    said = []
+    for knobs in variants:
+        log = train.Log(train.Trainer(harness.config(**knobs), world))
+        with harness.replaced(log, "print", lambda *lines: said[-1].extend(lines)):
+            said.append([])
+            log.start()
+        said[-1] = [line for line in said[-1] if "leaves the NVLink domain" in line]
+    return said
+
+
+def test_the_start_table_warns_where_experts_leave_the_nvlink_domain(pool, tokens):
+    base = dict(data=tokens, out_dir=f"{tokens}/out")
+    variants = [dict(ep=4, nvl_domain=2), dict(ep=2, etp=2, nvl_domain=2), dict(ep=4, nvl_domain=4),
+                dict(ep=2, nvl_domain=2), dict(nvl_domain=2), dict(ep=1, nvl_domain=1)]
+    for said in pool.run(4, start_table, [base | knobs for knobs in variants], 4):
+        four, folded, *others = said
+        assert len(four) == 1 and all(word in four[0] for word in ("ep=4", "domain of 2 ranks", "inside is 2"))
+        assert len(folded) == 1 and "ep=2" in folded[0] and "inside is 1" in folded[0]
+        assert others == [[]] * 4
+
+
+def test_the_largest_ep_never_crosses_a_border_of_domains():
+    """Of 144 ranks in domains of 72: groups of 16 side by side would lie across the border, those of 8 do not."""
+    ep = lambda world, **knobs: parallel.sizes_of(harness.config(num_experts=64, **knobs), world).ep
+    assert ep(144, nvl_domain=72) == 8 and ep(64, nvl_domain=72) == 64 and ep(144, nvl_domain=72, etp=4) == 2
+    assert ep(128, nvl_domain=64) == 64 and ep(128, nvl_domain=64, pp=4) == 32 and ep(12, nvl_domain=1) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

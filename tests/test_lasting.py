@@ -362,7 +362,7 @@ class nan_in_step:
             reduce = trainer.optimizer.reduce
 
             def broken():
-                trainer.optimizer.families[-1].grad[0] = torch.nan
+                trainer.optimizer.families[0].grad[0] = torch.nan
                 return reduce()
 
             with replaced(trainer.optimizer, "reduce", broken):

@@ -1,7 +1,8 @@
-"""Slots that a rank's experts share, steps repeated without a limit, weight gradients put off, and the host reads
-that a step must not make."""
+"""Slots that a rank's experts share, steps repeated without a limit, weight gradients put off, gradients and
+parameters that travel beside the step, and the shapes that may not change and host reads that a step must not make."""
 
 import collections
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -99,9 +100,9 @@ def masked_run(knobs, world):
     capacity = dispatch.capacity(cfg, 16 * cfg.micro_batch, dispatch.sharing(cfg, cfg.ep))
     lost = []
 
-    def plan_of(experts_TK, weights_TK, E, _, policy, ep, etp, shared):
-        kept = dispatch.Plan(experts_TK, weights_TK, E, capacity, policy, ep, etp, shared).slot_TK >= 0
-        plan = dispatch.Plan(experts_TK, weights_TK, E, 0, policy, ep, etp, shared)
+    def plan_of(experts_TK, weights_TK, E, _, *how):
+        kept = dispatch.Plan(experts_TK, weights_TK, E, capacity, *how).slot_TK >= 0
+        plan = dispatch.Plan(experts_TK, weights_TK, E, 0, *how)
         plan.kept_TK = kept
         lost.append((plan.slot_TK >= 0).sum().item() - kept.sum().item())
         return plan
@@ -190,24 +191,6 @@ def test_the_log_tells_of_reruns(pool, tokens):
 
 # ---- defer_wgrad ----
 
-DEFERRED = {
-    "ep 4": dict(ep=4),
-    "tp 2, ep 2": dict(tp=2, ep=2),
-    "ep 2, etp 2": dict(ep=2, etp=2),
-    "pp 2, ep 2": dict(pp=2, ep=2),
-    "recompute": dict(ep=4, recompute=("full",)),
-    "recompute experts": dict(ep=4, recompute=("moe",), capacity_factor=1.0),
-    "tied": dict(pp=2, ep=2, tie_embeddings=True, n_head=2),
-}
-
-
-def test_deferred_or_not_paired_or_not_gradients_are_bit_equal(pool, tokens):
-    variants = [dict(data=tokens, micro_batch=1, overlap=overlap, defer_wgrad=defer) | knobs
-                for knobs in DEFERRED.values() for overlap in ("none", "pair") for defer in (False, True)]
-    for rank, found in enumerate(pool.run(4, run_layouts, variants, 4, steps=1)):
-        for name, four in zip(DEFERRED, zip(*[iter(found)] * 4)):
-            assert all(bit_equal(four[0], other) for other in four[1:]), (name, rank)
-
 
 def order_of_work(knobs, world):
     """→ what one microbatch's backward does: launches, waits and expert weight gradients, in order."""
@@ -251,6 +234,149 @@ def test_weight_gradients_are_computed_while_gradients_travel(pool, tokens):
             assert flying == [int(defer)] * 4, events
 
 
+# ---- gradients and parameters beside the step ----
+
+
+def one_bucket_per_block():
+    import optim
+    return harness.replaced(optim, "BUCKET", 1)
+
+
+def run_by_blocks(variants, world):
+    with one_bucket_per_block():
+        return run_layouts(variants, world, steps=2)
+
+
+BESIDE = {
+    "dp 4": dict(ep=1),
+    "ep 2, edp 2": dict(ep=2),
+    "tp 2, ep 1, recompute": dict(tp=2, ep=1, recompute=("full",)),
+    "pp 2, vpp 2, tied": dict(pp=2, vpp=2, ep=1, n_layer=4, tie_embeddings=True),
+    "pp 2, ep 2": dict(pp=2, ep=2),
+}
+
+
+def test_blocks_reduced_during_backward_are_those_of_one_process(pool, tokens):
+    base = dict(data=tokens, micro_batch=1)
+    layouts = dict(BESIDE) | {"one at a time": dict(ep=1, overlap="none")}
+    ref = pool.run(1, run_layout, dict(base, micro_batch=12), 1, steps=2)[0]
+    tied = pool.run(1, run_layout, dict(base, micro_batch=12, n_layer=4, tie_embeddings=True), 1, steps=2)[0]
+    for rank, found in enumerate(pool.run(4, run_by_blocks, [base | knobs for knobs in layouts.values()], 4)):
+        for (name, knobs), result in zip(layouts.items(), found):
+            assert_equals(tied if "tied" in name else ref, result, what=f"{name}, rank {rank}")
+
+
+def steps_and_readers(knobs, world, late):
+    """Losses of three steps with AdamW, an evaluation and a sample right behind them, what was saved, and the
+    parameters; with gradients and parameters that arrive late, or not."""
+    import checkpoint
+    import train
+    with one_bucket_per_block(), harness.late_exchanges() if late else contextlib.nullcontext():
+        trainer = train.Trainer(harness.config(**knobs), world)
+        losses, said = harness.losses_of(trainer, 2), [trainer.evaluate()]
+        losses += harness.losses_of(trainer, 1)
+        said.append(trainer.sample(4))
+        losses += harness.losses_of(trainer, 1)
+        saved = {n: t.to_local().clone() for n, t in checkpoint._to_save(trainer.model, trainer.optimizer,
+                                                                        trainer.layout).items()}
+        return losses, said, saved, [f.flat.clone() for f in trainer.optimizer.families]
+
+
+def test_parameters_that_arrive_late_change_no_bit(pool, tokens):
+    """What travels is NaN until waited for: training, evaluation, samples and checkpoints wait."""
+    for name, knobs in BESIDE.items():
+        knobs = dict(data=tokens, micro_batch=1, optimizer="adamw", lr=1e-2, eval_steps=1, precision="bf16",
+                     global_batch=8) | knobs
+        punctual = pool.run(4, steps_and_readers, dict(knobs, overlap="none"), 4, late=False)
+        for rank, (a, b) in enumerate(zip(punctual, pool.run(4, steps_and_readers, knobs, 4, late=True))):
+            assert a[:2] == b[:2], (name, rank)
+            assert a[2].keys() == b[2].keys() and all(torch.equal(a[2][n], b[2][n]) for n in a[2]), (name, rank)
+            assert all(map(torch.equal, a[3], b[3])), (name, rank)
+
+
+def order_of_reduction(knobs, world):
+    """→ what happens in a step from its first reduction on: exchanges launched, and blocks reduced."""
+    import optim
+    import parallel
+    import train
+    events, plain_send, plain_ready = [], parallel.Group.all_to_all, optim.Optimizer.ready
+    with one_bucket_per_block():
+        trainer = train.Trainer(harness.config(**knobs), world)
+
+    def all_to_all(*args):
+        events.append("exchange")
+        return plain_send(*args)
+
+    def ready(optimizer, block):
+        events.append(block)
+        plain_ready(optimizer, block)
+        for family in optimizer.of_bucket[block]:
+            assert family.reducing is not None and len(family.slots) < 20
+        launched = {i for i in range(4) if any(f.reducing for f in optimizer.of_bucket[i])}
+        assert launched == set(range(block, 4)), "the blocks behind it, and no other"
+
+    with harness.replaced(parallel.Group, "all_to_all", all_to_all), harness.replaced(optim.Optimizer, "ready", ready):
+        trainer.forward_backward(list(trainer.batches(0)))
+    return events
+
+
+def test_a_block_is_reduced_while_the_next_ones_gradients_travel(pool, tokens):
+    """The last microbatch's backward, two exchanges in each of four blocks: a block is done when the exchange of the
+    next one has been launched, and weight gradients that were put off till then are computed."""
+    knobs = dict(data=tokens, global_batch=8, micro_batch=1, n_layer=4, n_dense_layers=0, ep=2, capacity_factor=1.0)
+    back = 2 * ["exchange"]
+    for defer in (True, False):
+        for events in pool.run(4, order_of_reduction, dict(knobs, defer_wgrad=defer), 4):
+            assert events[-12:] == [*back, "exchange", 3, *back, 2, *back, 1, "exchange", 0]
+            assert not {0, 1, 2, 3} & set(events[:-12]), "once a step"
+
+
+# ---- static shapes ----
+
+
+def shapes_of(variants, world, steps=10):
+    """Per variant, the different lists of shapes that `steps` differently skewed batches send, receive and multiply."""
+    import kernels
+    import train
+    results, plain_travel, plain_rows = [], dispatch.Plan.travel, kernels.gemm_rows
+    for knobs in variants:
+        trainer, seen, lists = train.Trainer(harness.config(**knobs), world), [], set()
+        note = lambda what, tensors: seen.append((what, *(tuple(t.shape) for t in tensors or ())))
+
+        def travel(plan, direction, *tensors):
+            note(f"sent {direction}", tensors)
+            arrived = yield from plain_travel(plan, direction, *tensors)
+            note(f"arrived {direction}", arrived)
+            return arrived
+
+        def gemm_rows(x_RD, w_LDN, groups, row_R=None):
+            note("experts", [x_RD, w_LDN])
+            return plain_rows(x_RD, w_LDN, groups, row_R)
+
+        with harness.replaced(dispatch.Plan, "travel", travel), harness.replaced(kernels, "gemm_rows", gemm_rows):
+            table, token = torch.zeros(64, 2, dtype=torch.int64), torch.arange(64)
+            harness.force_router(trainer, table)
+            for step in range(steps):
+                # first choices from seven experts to one, second choices from one to seven, and padding
+                table.copy_(torch.stack([token % (7 - step % 7), 7 - token % (1 + step % 7)], 1))
+                with harness.ragged(lambda tokens, *_: tokens[:, step:].fill_(-1) if step % 3 else None):
+                    trainer.step(step)
+                lists.add(tuple(seen))
+                seen.clear()
+        results.append([len(found) for found in lists])
+    return results
+
+
+def test_shapes_do_not_depend_on_routing(pool, tokens):
+    base = dict(data=tokens, micro_batch=1, global_batch=8, capacity_factor=1.25, n_layer=2)
+    static = [dict(ep=4), dict(ep=2, etp=2, capacity_scope="rank", recompute=("full",)),
+              dict(ep=2, tp=2, dispatcher="allgather"), dict(ep=1, dispatcher="allgather", capacity_scope="rank")]
+    for results in pool.run(4, shapes_of, [base | knobs for knobs in [*static, dict(ep=4, capacity_factor=0.0)]], 4):
+        *found, dropless = results
+        assert all(len(lists) == 1 and lists[0] > 20 for lists in found), found
+        assert len(dropless) > 1, "the batches are skewed"
+
+
 # ---- no host reads ----
 
 STATIC = dict(ep=4, micro_batch=1, capacity_factor=1.25, precision="bf16", d_expert=32, optimizer="adamw",
@@ -264,8 +390,9 @@ def trace(tokens, knobs, sabotage=""):
 
 
 @pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("full",)),
-                                  dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position")],
-                         ids=["expert", "rank", "tp"])
+                                  dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position"),
+                                  dict(ep=2, dispatcher="allgather")],
+                         ids=["expert", "rank", "tp", "allgather"])
 def test_a_step_with_capacity_reads_nothing(tokens, more):
     done = trace(tokens, STATIC | more)
     assert done.returncode == 0 and "no host reads" in done.stdout, done.stderr[-3000:]

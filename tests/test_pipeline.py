@@ -166,6 +166,7 @@ def tied_copies(variants, world):
             trainer = train.Trainer(config(**knobs), world)
             first = None if trainer.model.embedding is None else trainer.model.embedding.detach().clone()
             losses_of(trainer, 3)
+        trainer.optimizer.fetch(None)
         families = [f for f in trainer.optimizer.families if "embedding" in f.params]
         assert len(families) == (first is not None) and all(len(f.params) == 1 for f in families)
         state = [t.clone() for f in families for k, t in sorted(trainer.optimizer.adamw.state[f.master].items())]
