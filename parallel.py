@@ -548,15 +548,22 @@ class Exchange:
     tensors    what travels
     carry      what the code after the yield still needs from before it
     beside     (function, tensor): computed while the tokens travel, forward and backward
-    loss       a scalar to be added to the objective
     observe    called by the driver the first time these tokens travel in training, not on a recompute
 
     The yield returns (*arrived, *carry), and the result of `beside` last if there is one.
     """
 
-    def __init__(self, direction, plan, *tensors, carry=(), beside=None, loss=None, observe=None):
+    def __init__(self, direction, plan, *tensors, carry=(), beside=None, observe=None):
         self.direction, self.plan, self.tensors = direction, plan, tensors
-        self.carry, self.beside, self.loss, self.observe = carry, beside, loss, observe
+        self.carry, self.beside, self.observe = carry, beside, observe
+
+
+class Loss:
+    """A request that costs no turn: the scalar `value`, made since the last exchange, is a term of the objective.
+    Backward begins there when it comes to this segment, so what follows need not carry the value along."""
+
+    def __init__(self, value):
+        self.value = value
 
 
 class Rerun:
@@ -620,7 +627,6 @@ class _Cut:
     def __init__(self, request):
         self.plan, self.direction = request.plan, request.direction
         self.sent, self.carried = [_edge(x) for x in request.tensors], [_edge(x) for x in request.carry]
-        self.loss = None if request.loss is None else (_edge(request.loss), torch.ones_like(request.loss))
         self.beside = None
 
     def run_beside(self, function, x):
@@ -649,8 +655,6 @@ class _Cut:
         drain_weight_gradients()
         yield
         arrived = yield from travel
-        if self.loss is not None:
-            return [*edges, self.loss[0]], [*arrived, *carried, self.loss[1]]
         return edges, [*arrived, *carried]
 
 
@@ -682,6 +686,7 @@ class Tape:
     def __init__(self, record=True, observe=False, replay=False):
         self.record, self.observe, self.replay = record, observe, replay
         self.cuts, self.plan, self.inlet = [], None, None
+        self.losses = collections.defaultdict(list)     # behind so many cuts: (edge, its gradient)
 
     def forward(self, coroutine):
         """Coroutine: drives a model's coroutine to its end and returns its value, detached."""
@@ -694,14 +699,23 @@ class Tape:
                 except StopIteration as end:
                     self.output = _edge(end.value) if self.record else None
                     return end.value.detach()
+            if isinstance(request, Loss):
+                if self.record:
+                    self.losses[len(self.cuts)].append((_edge(request.value), torch.ones_like(request.value)))
+                arrived = None
+                continue
             served = (self._rerun if isinstance(request, Rerun) else self._exchange)(request)
             del request, arrived    # while tokens travel, only the coroutine itself holds its tensors
             arrived = yield from served
 
     def backward(self, grad):
-        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value."""
+        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value (None: it has
+        none, and losses are all there is)."""
         edges, grads = [self.output], [grad]
         while True:
+            for edge, one in self.losses.pop(len(self.cuts), ()):
+                edges.append(edge)
+                grads.append(one)
             _backward(edges, grads)
             if not self.cuts:
                 drain_weight_gradients()
@@ -812,12 +826,11 @@ def schedule(stage, pp, vpp, m, pair):
     return cells
 
 
-def execute(cells, model, batches, grad):
+def execute(cells, model, batches):
     """Runs a step's cells on this stage, forward and backward, with what travels between stages.
 
     model     model(batch, chunk, x_TD) is the coroutine of one chunk; model.layout knows the neighbours
-    grad      the gradient of a microbatch's loss
-    Returns the losses, detached, on the last stage; an empty list elsewhere.
+    Returns what the last chunk returned for each microbatch, on the last stage; an empty list elsewhere.
     """
     onward, homeward = model.layout.onward, model.layout.homeward
     tapes, losses = {}, []
@@ -836,7 +849,7 @@ def execute(cells, model, batches, grad):
 
     def backward(chunk, i):
         tape = tapes.pop((chunk, i))
-        yield from tape.backward(grad if model.is_last(chunk) else homeward.arrive())
+        yield from tape.backward(None if model.is_last(chunk) else homeward.arrive())
         if tape.inlet is not None:
             homeward.send(tape.inlet.take())
 

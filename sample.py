@@ -1,12 +1,14 @@
-"""Text from a checkpoint of any layout, on one process.
+"""Text from a checkpoint of any layout, or from a model in Hugging Face's, on one process.
 
     python sample.py out                                                   from the newest checkpoint in out
     python sample.py out/step_000100 --prompt='class Node' --temperature=0.5
+    python sample.py FOLDER                                                with config.json and tokenizer.json
 """
 
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,10 @@ class SampleConfig:
 
 
 def open_checkpoint(path):
-    """→ (folder, its state) of a checkpoint, or of the newest one in an out_dir. Raises CheckpointError."""
+    """→ (folder, its state) of a checkpoint, of the newest one in an out_dir, or of a Hugging Face folder, whose
+    state has no step. Raises CheckpointError."""
+    if (Path(path) / "config.json").is_file():
+        return Path(path), checkpoint.describe(path)
     folder = Path(path) if checkpoint.step_of(path) is not None else next(iter(checkpoint.folders(path)), None)
     if folder is None or not folder.is_dir():
         raise checkpoint.CheckpointError(f"{path}: there is no checkpoint (a folder step_000100, or one of such)")
@@ -49,14 +54,19 @@ def open_checkpoint(path):
 
 
 def load_model(folder, state, device):
-    """The whole model of a checkpoint on this process."""
-    cfg = checkpoint.config_of(state, models.Architecture)
+    """The whole model of a checkpoint on this process, without modules for multi-token prediction."""
+    cfg = dataclasses.replace(checkpoint.config_of(state, models.Architecture), n_mtp=0)
     layout = parallel.Layout(parallel.sizes_of(cfg, 1), device)
     with torch.device("meta"):
         model = models.Model(cfg, layout)
     # the cast comes first, so that the model is never there twice
     model = model.to(dtype_of(cfg.precision, device)).to_empty(device=device)
-    checkpoint.load_weights(folder, model, layout)
+    if "step" in state:
+        checkpoint.load_weights(folder, model, layout)
+    else:
+        for buffer in model.buffers():
+            buffer.zero_()
+        checkpoint.load_hf(folder, model, layout)
     return model
 
 
@@ -85,7 +95,8 @@ def main(argv):
     except (checkpoint.CheckpointError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{folder}, after {state['step']} steps, temperature {cfg.temperature}, top_k {cfg.top_k}, "
+    after = f", after {state['step']} steps" if "step" in state else ""
+    print(f"{folder}{after}, temperature {cfg.temperature}, top_k {cfg.top_k}, "
           f"seed {cfg.seed}", file=sys.stderr)
     ids = models.generate(model, prompt, cfg.length, cfg.temperature, cfg.top_k, cfg.seed)
     if state["tokenizer"] == "bytes":   # as they come; a character may be several bytes

@@ -164,8 +164,9 @@ def gradients_of(trainer, step=0):
     import optim
     loss, valid = trainer.forward_backward(list(trainer.batches(step)))
     norm = trainer.optimizer.reduce()
-    loss = trainer.layout.world.all_reduce((loss / valid).double())
-    return {"loss": loss.item(), "norm": norm.item(), "grads": optim.full_gradients(trainer.model, trainer.optimizer)}
+    loss, *mtp = trainer.layout.world.all_reduce((loss / valid).double()).tolist()
+    return {"loss": loss, "mtp": mtp, "norm": norm.item(),
+            "grads": optim.full_gradients(trainer.model, trainer.optimizer)}
 
 
 def losses_of(trainer, steps):
@@ -212,6 +213,7 @@ def assert_equals(ref, got, tolerance=1e-5, what=""):
     close = lambda a, b: abs(a - b) <= tolerance * max(abs(a), 1e-30)
     assert close(ref["loss"], got["loss"]), (what, ref["loss"], got["loss"])
     assert close(ref["norm"], got["norm"]), (what, ref["norm"], got["norm"])
+    assert all(map(close, ref["mtp"], got["mtp"])), (what, ref["mtp"], got["mtp"])
     for name, a in ref["grads"].items():
         b = got["grads"][name]
         assert a.shape == b.shape, (what, name, a.shape, b.shape)
