@@ -365,12 +365,13 @@ def test_import_over_several_ranks(folders, tmp_path):
 
 
 @pytest.mark.parametrize("source, name, more", [
-    ("hf", "mixtral", 0), ("upcycle", "llama", 3 * (7 * 3 * 32 * 48 + 8 * 32))])    # 7 MLPs more a layer, and a router
+    ("hf", "mixtral", 0),
+    ("upcycle", "llama", 3 * (7 * 3 * 32 * 48 + 8 * 32))])      # 7 MLPs more a layer, and a router
 def test_train_starts_from_a_folder(tokens, folders, tmp_path, source, name, more):
     folder, model = folders(name)
     words = [sys.executable, "train.py", f"--init_from={source}:{folder}", f"--data={tokens}",
-             f"--out_dir={tmp_path}/out", "--device=cpu", "--max_steps=1", "--global_batch=2", "--seq_len=16", "--eval_steps=0",
-             "--capacity_factor=0"]
+             f"--out_dir={tmp_path}/out", "--device=cpu", "--max_steps=1", "--global_batch=2", "--seq_len=16",
+             "--eval_steps=0", "--capacity_factor=0"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     count = sum(p.numel() for p in model.parameters())

@@ -1,5 +1,7 @@
 """Multi-token prediction: what its loss is, that no layout or grouping changes it, and what it leaves alone."""
 
+import math
+
 import harness
 import model as models
 import naive
@@ -81,7 +83,7 @@ def here_and_by_hand(knobs):
 
 def test_the_loss_is_that_of_a_loop_over_positions(pool, tokens):
     """Two microbatches with different numbers of labels, masked at the front and padded at the end."""
-    knobs = dict(BASE, data=tokens, n_shared_experts=0, global_batch=4, micro_batch=2)
+    knobs = dict(BASE, data=tokens, n_shared_experts=0, global_batch=4, micro_batch=2, seq_len=8)
     (means, grads), (means_by_hand, grads_by_hand), counts = pool.run(1, here_and_by_hand, knobs)[0]
     assert counts[0] > counts[1] > counts[2] > 0
     assert means == pytest.approx(means_by_hand, rel=1e-5)
@@ -174,6 +176,9 @@ def test_the_log_has_the_loss_with_its_coefficient(pool, tokens):
             for a, b in zip(one, rows, strict=True):
                 for key in a.keys() - SPEED:
                     assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-12), (knobs, key)
+    # where experts all score the same, every layer's z-loss is known, if its mean is over the layer's own tokens
+    row, = pool.run(1, log_rows, dict(base, z_loss_coef=0.1), 1, uneven=True, prepare=harness.all_ties)[0]
+    assert row["z_loss"] == pytest.approx(0.1 * math.log(8)**2)
     assert "mtp_loss" not in pool.run(1, log_rows, dict(base, n_mtp=0), 1)[0][0]
 
 
