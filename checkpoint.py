@@ -559,7 +559,8 @@ def read_config(folder, known=ARCHITECTURES):
 def _knobs_of(config, path, known=ARCHITECTURES):
     kind = config.get("model_type")
     if kind not in known:
-        other = next((f": use {source}:FOLDER" for source, kinds in SOURCES.items() if kind in kinds), "")
+        other = next((f"; init_from={source}:FOLDER takes this one" for source, kinds in SOURCES.items()
+                      if kind in kinds), "")
         raise CheckpointError(f"{path} has model_type={kind}; known are {', '.join(known)}{other}")
     if not config.get("use_sliding_window", True):
         config = config | {"sliding_window": None}

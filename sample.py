@@ -53,6 +53,16 @@ def open_checkpoint(path):
     return folder, state
 
 
+def open_text(folder, state):
+    """What encodes and decodes: the tokens themselves are not needed, and neither is their folder for bytes."""
+    tokenizer = state["tokenizer"]
+    if tokenizer != "bytes":
+        tokenizer = tokenizer or "tokenizer.json"
+        if not (folder / tokenizer).is_file():
+            raise data.DataError(f"there is no {folder / tokenizer}: name a folder that has it with --data=FOLDER")
+    return data.Data(folder, train=None, val=None, vocab_size=state["config"]["vocab_size"], tokenizer=tokenizer)
+
+
 def load_model(folder, state, device):
     """The whole model of a checkpoint on this process, without modules for multi-token prediction."""
     cfg = dataclasses.replace(checkpoint.config_of(state, models.Architecture), n_mtp=0)
@@ -80,11 +90,7 @@ def main(argv):
     try:
         parallel.init(device)
         folder, state = open_checkpoint(named[0])
-        if state["tokenizer"] is None:
-            raise data.DataError(f"{folder} was trained on ids without a tokenizer: no text can go on from there")
-        # encodes and decodes; the tokens themselves are not needed, and neither is their folder for bytes
-        text = data.Data(Path(cfg.data or state["data"]), train=None, val=None,
-                         vocab_size=state["config"]["vocab_size"], tokenizer=state["tokenizer"])
+        text = open_text(Path(cfg.data or state["data"]), state)
         prompt = text.encode(cfg.prompt)
         if not prompt:
             raise data.DataError("--prompt is empty: give the text to go on from")
