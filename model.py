@@ -320,7 +320,7 @@ class Block(nn.Module):
         return (yield from self.moe(x_TD, h_TD, batch, plan))
 
 
-class Ahead(Block):
+class MTPModule(Block):
     """A module for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): from each position's state
     and the next token's embedding to the state that predicts the token after. The embedding comes first, and the
     state has passed the norm before the head, as the weights that DeepSeek released want it (the paper's formula
@@ -346,12 +346,12 @@ class Model(nn.Module):
         self.cfg, self.layout, pp = cfg, layout, layout.pp
         self.chunks = stage_layers(cfg)[pp.rank::pp.size]
         begins, ends = pp.rank == 0, pp.rank == pp.size - 1
-        self.ahead = range(cfg.n_layer, cfg.n_layer + cfg.n_mtp) if ends else range(0)
+        self.mtp = range(cfg.n_layer, cfg.n_layer + cfg.n_mtp) if ends else range(0)
         table = lambda: nn.Parameter(torch.empty(cfg.vocab_size // layout.tp.size, cfg.d_model))
         self.embedding = table() if begins or (ends and self.embedding_is_shared) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
                                      for chunk in self.chunks for i in chunk})
-        self.layers.update({str(i): Ahead(cfg, layout) for i in self.ahead})
+        self.layers.update({str(i): MTPModule(cfg, layout) for i in self.mtp})
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None
 
@@ -429,7 +429,7 @@ class Model(nn.Module):
         x_TD, head = self.norm(x_TD), self.embedding if self.head is None else self.head
         if batch.labels_G is not None:
             losses = [(yield from self.loss(x_TD, head, batch))]
-            for i in self.ahead if batch.n_mtp else ():
+            for i in self.mtp if batch.n_mtp else ():
                 module, rope, batch = self.layers[str(i)], batch.rope, batch.ahead
                 batch.rope = rope       # positions stay, tokens and labels go on
                 x_TD = module.enter(self.embed(batch.tokens_G), x_TD)
@@ -548,12 +548,12 @@ def parameter_counts(model):
     included. Modules for multi-token prediction count in mtp alone: the trained model works without them. Pipeline
     stages add up what they hold, so all ranks must call it."""
     total = experts = mtp = 0
-    ahead = tuple(f"layers.{i}." for i in model.ahead)
+    modules = tuple(f"layers.{i}." for i in model.mtp)
     for name, param in model.named_parameters():
         if model.on_both_ends(name) and model.layout.pp.rank > 0:
             continue
         count = torch.Size(model.full_shape(name, param.shape)).numel()
-        if name.startswith(ahead):
+        if name.startswith(modules):
             mtp += count
             continue
         total += count
