@@ -44,7 +44,8 @@ from settings import load as load_settings
 
 STATE, FORMAT = "state.json", 1
 # Knobs of model.py and moe.py that may change between a checkpoint and the run that goes on from it
-FREE = {"seq_len", "aux_loss_coef", "aux_loss_scope", "z_loss_coef", "bias_update_rate", "force_balance"}
+FREE = {"seq_len", "mtp_coef", "aux_loss_coef", "aux_loss_scope", "z_loss_coef", "bias_update_rate",
+        "force_balance"}
 
 
 class CheckpointError(Exception):
@@ -469,6 +470,10 @@ MLA = {"attention.wq_a": "self_attn.q_a_proj.weight", "attention.q_norm.weight":
        "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
        "attention.wkv": "self_attn.kv_b_proj.weight"}
 EXPERTS = {"moe.router.weight": "mlp.gate.weight"} | _swiglu("moe.experts", "mlp.experts.{e}")
+MTP = {"embed_norm.weight": "enorm.weight", "state_norm.weight": "hnorm.weight", "proj": "eh_proj.weight",
+       "norm.weight": "shared_head.norm.weight"}
+# Each module for multi-token prediction comes with copies of these
+COPIES = {"embedding": "embed_tokens.weight", "head": "shared_head.head.weight"}
 
 # Knobs to entries of config.json; further on, of each architecture: more of them, what it fixes, and its tensors.
 ENTRIES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "d_model": "hidden_size",
@@ -496,14 +501,26 @@ ARCHITECTURES = {
                  "n_shared_experts": "n_shared_experts", "norm_topk": "norm_topk_prob",
                  "route_scale": "routed_scaling_factor", "n_groups": "n_group", "topk_groups": "topk_group",
                  "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "d_nope": "qk_nope_head_dim",
-                 "d_rope": "qk_rope_head_dim", "d_v": "v_head_dim"},
-        tensors=BLOCK | MLA | _swiglu("mlp", "mlp") | _swiglu("moe.shared", "mlp.shared_experts") | EXPERTS
+                 "d_rope": "qk_rope_head_dim", "d_v": "v_head_dim", "n_mtp": "num_nextn_predict_layers"},
+        tensors=BLOCK | MLA | MTP | _swiglu("mlp", "mlp") | _swiglu("moe.shared", "mlp.shared_experts") | EXPERTS
         | {"moe.router.bias_E": "mlp.gate.e_score_correction_bias"}),
 }
+# Dense models whose MLP every expert of a layer can begin as. Where a token's router weights sum to 1 and nothing
+# is dropped, the first step computes what the dense model does.
+DENSE_MLP = _swiglu("mlp", "mlp") | _swiglu("moe.experts", "mlp")
+DENSE_ENTRIES = {"d_head": "head_dim", "d_ff": "intermediate_size", "d_expert": "intermediate_size"}
+DENSE = {
+    "llama": dict(fixed={}, entries=DENSE_ENTRIES, tensors=BLOCK | GQA | DENSE_MLP),
+    "qwen3": dict(fixed={"qk_norm": "head"}, entries=DENSE_ENTRIES, tensors=BLOCK | GQA | QK_NORM | DENSE_MLP),
+}
+# what that takes, and what they are where config.json says nothing
+UPCYCLED = {"norm_topk": True, "route_scale": 1.0, "n_shared_experts": 0, "attention": "gqa", "qk_norm": "none",
+            "n_kv_head": 0, "d_head": 0, "tie_embeddings": False, "rope_scaling": ""}
+SOURCES = {"hf": ARCHITECTURES, "upcycle": DENSE}   # what stands before the folder in init_from
 SYNONYMS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts",
             "num_local_experts": "num_experts"}
 # Entries that change what a model computes, and the only value of each that is known here
-ONLY = {"attention_bias": False, "clip_qkv": None, "sliding_window": None, "hidden_act": "silu",
+ONLY = {"attention_bias": False, "mlp_bias": False, "clip_qkv": None, "sliding_window": None, "hidden_act": "silu",
         "decoder_sparse_step": 1,
         "rope_interleave": True, "moe_layer_freq": 1, "partial_rotary_factor": 1.0}
 YARN_ENTRIES = {"original": "original_max_position_embeddings"}     # the others have one name here and there
@@ -524,8 +541,9 @@ def architecture_of(cfg):
     return {name: value for name, value in values.items() if name not in unused}
 
 
-def read_config(folder):
-    """The architecture's name and the knobs that a Hugging Face folder's config.json means."""
+def read_config(folder, known=ARCHITECTURES):
+    """The architecture's name and the knobs that a Hugging Face folder's config.json means, but n_mtp, which is
+    the user's choice: a folder may have no weights for the modules that its config.json speaks of."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -533,24 +551,29 @@ def read_config(folder):
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise CheckpointError(f"{path} is truncated or no JSON") from None
-    return _knobs_of(config, path)
+    kind, knobs = _knobs_of(config, path, known)
+    return kind, {name: value for name, value in knobs.items() if name != "n_mtp"}
 
 
-def _knobs_of(config, path):
+def _knobs_of(config, path, known=ARCHITECTURES):
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise CheckpointError(f"{path} has model_type={kind}; known are {', '.join(ARCHITECTURES)}")
+    if kind not in known:
+        other = next((f"; init_from={source}:FOLDER takes this one" for source, kinds in SOURCES.items()
+                      if kind in kinds), "")
+        raise CheckpointError(f"{path} has model_type={kind}; known are {', '.join(known)}{other}")
     if not config.get("use_sliding_window", True):
         config = config | {"sliding_window": None}
     for name, value in ONLY.items():
         if config.get(name, value) != value:
             raise CheckpointError(f"{path} has {name}={config[name]}, but only {name}={value} can be run here")
-    architecture, knobs = ARCHITECTURES[kind], {}
+    architecture, knobs = known[kind], {}
+    optional = {"n_kv_head", "d_head", "q_lora_rank", "tie_embeddings", "n_mtp"} | ({"top_k"} if known is DENSE
+                                                                                    else set())
     for knob, entry in (ENTRIES | architecture["entries"]).items():
         value = config.get(entry, config.get(SYNONYMS.get(entry)))
         if value is not None:
             knobs[knob] = value
-        elif knob not in ("n_kv_head", "d_head", "q_lora_rank", "tie_embeddings"):
+        elif knob not in optional:
             raise CheckpointError(f"{path} has no {entry}")
     if kind == "qwen3_moe":
         dense = config.get("mlp_only_layers") or []
@@ -612,10 +635,10 @@ def architecture_words(source):
     """["--name=value"] of the architecture in `source`, the value of init_from; for the front of a command line,
     so that what the user says wins (and `check_init` objects)."""
     kind, _, folder = source.partition(":")
-    if kind != "hf":
+    if kind not in SOURCES:
         return []
     try:
-        _, knobs = read_config(folder)
+        _, knobs = read_config(folder, SOURCES[kind])
     except CheckpointError:
         return []
     return [f"--{name}={value}" for name, value in knobs.items()]
@@ -626,15 +649,26 @@ def check_init(cfg, source):
     if not source:
         return []
     kind, _, folder = source.partition(":")
-    if kind != "hf" or not folder:
-        return [f"init_from={source} is not of the form hf:FOLDER"]
+    if kind not in SOURCES or not folder:
+        return [f"init_from={source} is not of the form hf:FOLDER or upcycle:FOLDER"]
     try:
-        _, knobs = read_config(folder)
+        architecture, knobs = read_config(folder, SOURCES[kind])
+        module = f"model.layers.{cfg.n_layer + cfg.n_mtp - 1}.eh_proj.weight"
+        if cfg.n_mtp and module not in _Folder(Path(folder)).at:
+            return [f"n_mtp={cfg.n_mtp}, but {folder} has no {module}: set n_mtp=0"]
     except CheckpointError as error:
         return [str(error)]
-    now, then = architecture_of(cfg), architecture_of(dataclasses.replace(type(cfg)(), **knobs))
-    other = [f"{name}={then.get(name)} there, {now.get(name)} here" for name in sorted(now.keys() | then.keys())
-             if now.get(name) != then.get(name)]
+    # a dense model says nothing of the router, so that is as the user wants it
+    base = dataclasses.replace(cfg, **UPCYCLED) if kind == "upcycle" else type(cfg)(n_mtp=cfg.n_mtp)
+    now, then = architecture_of(cfg), architecture_of(dataclasses.replace(base, **knobs))
+    why = ENTRIES | SOURCES[kind][architecture]["entries"]
+    if kind == "upcycle":
+        why = dict.fromkeys(UPCYCLED, "or it would not begin as the dense model") | why
+        if cfg.top_k == 1:
+            return [f"init_from={source} needs top_k=2 or more, and norm_topk=true: a token's router weights must "
+                    f"sum to 1 to begin as the dense model, and still be learned"]
+    other = [f"{name}={then.get(name)} there, {now.get(name)} here" + (f" ({why[name]})" if name in why else "")
+             for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name)]
     return [f"init_from={source} is another model: {'; '.join(other)}"] if other else []
 
 
@@ -690,7 +724,7 @@ class _Folder:
 
 def _tensors(kind, cfg):
     straight = {} if cfg.q_lora_rank else {"attention.wq": "self_attn.q_proj.weight"}
-    return ARCHITECTURES[kind]["tensors"] | straight
+    return (ARCHITECTURES | DENSE)[kind]["tensors"] | straight
 
 
 def _pieces(tensors, name, index):
@@ -702,7 +736,7 @@ def _pieces(tensors, name, index):
         return []
     prefix = f"model.{layer}" if layer else ""
     index, numbers, parts = list(index), [None], theirs if isinstance(theirs, tuple) else [theirs]
-    if "{e}" in parts[0]:
+    if ".experts." in name:
         numbers = range(index[0].start, index[0].stop)
         index = index[1:]
     if isinstance(theirs, tuple):
@@ -716,18 +750,20 @@ def _pieces(tensors, name, index):
 
 
 @torch.no_grad()
-def load_hf(folder, model, layout):
-    """Weights and biases of `model` from a Hugging Face folder, of which each rank reads only its own slices.
+def load_hf(folder, model, layout, known=ARCHITECTURES):
+    """Weights and biases of `model` from a Hugging Face folder, of which each rank reads only its own slices. A
+    DENSE model's MLP goes to every expert, and the routers keep their random initial values.
     Collective; whatever is missing, too much, misshapen or cut short is found before anything is changed."""
     folder = Path(folder)
     targets = {**dict(model.named_parameters()), **_buffers(model)}
 
     def look():
-        kind, _ = read_config(folder)
+        kind, _ = read_config(folder, known)
         source, tensors = _Folder(folder), _tensors(kind, model.cfg)
         for name, target in targets.items():
             pieces = _pieces(tensors, name, model.place(name, target.shape))
-            if not pieces and not name.endswith("bias_E"):      # a bias is zero where an architecture has none
+            # a bias is zero where an architecture has none
+            if not pieces and not (name.endswith("bias_E") or known is DENSE and ".router." in name):
                 raise CheckpointError(f"{folder} is a {kind}, which has nothing for this model's {name}")
             for key, where, _ in pieces:
                 source.check(key, model.full_shape(name, target.shape)[len(where):])
@@ -737,11 +773,13 @@ def load_hf(folder, model, layout):
     used = set().union(*_all_told(layout.world, source.used))
 
     def ignored(key):
-        """The copy of a tied head, tables that follow from the configuration, and behind DeepSeek's last block its
-        modules that predict more than one token."""
-        layer = re.match(r"model\.layers\.(\d+)\.", key)
+        """The copy of a tied head, tables that follow from the configuration, and behind DeepSeek's last block the
+        modules for multi-token prediction that this model has not, and of the others the copies."""
+        beyond = re.match(r"model\.layers\.(\d+)\.(.*)", key)
+        beyond = beyond and (int(beyond[1]) - model.cfg.n_layer, beyond[2])
         return (key == "lm_head.weight" and model.cfg.tie_embeddings or key.endswith("rotary_emb.inv_freq")
-                or kind == "deepseek_v3" and layer and int(layer[1]) >= model.cfg.n_layer)
+                or kind == "deepseek_v3" and beyond and (beyond[0] >= model.cfg.n_mtp or
+                                                         beyond[0] >= 0 and beyond[1] in COPIES.values()))
 
     def strangers():
         if strange := [key for key in sorted(source.at) if key not in used and not ignored(key)]:
@@ -755,6 +793,23 @@ def load_hf(folder, model, layout):
 
     _agreed(layout.world, strangers)
     _agreed(layout.world, read)
+
+
+def start_from(source, model, layout):
+    """What the value of init_from means, in a model that has its initial values. Otherwise as load_hf."""
+    kind, _, folder = source.partition(":")
+    load_hf(folder, model, layout, SOURCES[kind])
+
+
+def describe(folder):
+    """What state.json would say of a Hugging Face folder."""
+    _, knobs = read_config(folder)
+    stored = json.loads((Path(folder) / "config.json").read_text())
+    knobs |= {"precision": "bf16" if "bfloat16" in (stored.get("dtype"), stored.get("torch_dtype")) else "fp32",
+              "seq_len": min(stored.get("max_position_embeddings", 4096), 4096)}
+    tokenizer = "tokenizer.json" if (Path(folder) / "tokenizer.json").exists() else None
+    return {"config": knobs, "samples": 0, "wandb": None, "data": str(Path(folder).resolve()),
+            "tokenizer": tokenizer, "updates": 0, "weights_only": True}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -804,14 +859,10 @@ def import_hf(folder, out_dir, argv):
                and not (model.on_both_ends(name) and layout.pp.rank)}
     if layout.plane.rank == 0:
         tensors |= {name: place(name, buffer) for name, buffer in _buffers(model).items()}
-    _, knobs = read_config(folder)
-    stored = json.loads((Path(folder) / "config.json").read_text())
-    knobs |= {"precision": "bf16" if "bfloat16" in (stored.get("dtype"), stored.get("torch_dtype")) else "fp32",
-              "seq_len": min(stored.get("max_position_embeddings", 4096), 4096)}
-    tokenizer = "tokenizer.json" if (Path(folder) / "tokenizer.json").exists() else None
-    write(out_dir, 0, 1, lambda: tensors, layout, {
-        "config": knobs, "samples": 0, "wandb": None, "data": str(Path(folder).resolve()), "tokenizer": tokenizer,
-        "updates": 0, "weights_only": True})
+    about = describe(folder)
+    knobs = about["config"]
+    knobs |= {"n_mtp": cfg.n_mtp} if cfg.n_mtp else {}
+    write(out_dir, 0, 1, lambda: tensors, layout, about)
     if layout.world.rank == 0:
         text = "".join(f"{name} = {value!r}\n" for name, value in knobs.items())
         (Path(out_dir) / "config.py").write_text(f'"""The model of {folder}."""\n{text}')
@@ -867,6 +918,9 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
                     raise CheckpointError(f"{name} of {source} is not zero, but {kind} has no place for it")
                 kept = torch.float32 if name.endswith("bias_E") else dtype
                 out |= {key: x[where].to(kept).contiguous() for key, where, _ in pieces}
+                if name in COPIES:
+                    out |= {f"model.layers.{cfg.n_layer + i}.{COPIES[name]}": x.to(kept, copy=True)
+                            for i in range(cfg.n_mtp)}
             save_file(out, partial / file, {"format": "pt"})
             files |= dict.fromkeys(out, file)
             total += sum(x.nbytes for x in out.values())

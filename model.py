@@ -1,4 +1,4 @@
-"""The transformer: attention, blocks, head and loss, sampling, and what it all costs.
+"""The transformer: attention, blocks, multi-token prediction, head and loss, sampling, and what it all costs.
 
     python model.py config/deepseek_v3.py       parameters and FLOPs per token, without building anything
 
@@ -27,10 +27,10 @@ from torch import nn
 import moe
 import parallel
 from dispatch import DispatchConfig
-from kernels import KernelConfig, rms_norm, use
+from kernels import KernelConfig, linear, rms_norm, use
 from moe import Batch, FeedForward, MoE
-from parallel import (Begin, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
-                      scatter, stage_layers, sum_over, together, zigzag_runs)
+from parallel import (Begin, Loss, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank,
+                      row_linear, scatter, stage_layers, sum_over, together, zigzag_runs)
 from settings import knob, load
 
 
@@ -58,6 +58,9 @@ class ModelConfig:
     d_nope: int = knob(32, "mla: width of a head's part of queries and keys without positions", least=1)
     d_rope: int = knob(16, "mla: width of the part with rotary positions, whose key all heads share", least=2)
     d_v: int = knob(32, "mla: width of a head of values", least=1)
+    n_mtp: int = knob(0, "modules for multi-token prediction: as many tokens beyond the next one are learned too",
+                      least=0)
+    mtp_coef: float = knob(0.3, "weight of their mean loss", least=0)
 
 
 def check(cfg):
@@ -92,6 +95,8 @@ def check(cfg):
                         f"or cp")
     if cfg.n_dense_layers > cfg.n_layer:
         problems.append(f"n_dense_layers={cfg.n_dense_layers} is more than n_layer={cfg.n_layer}")
+    if cfg.n_mtp >= cfg.seq_len:
+        problems.append(f"n_mtp={cfg.n_mtp} looks beyond every sequence of seq_len={cfg.seq_len}: lower n_mtp")
     return problems
 
 
@@ -315,19 +320,38 @@ class Block(nn.Module):
         return (yield from self.moe(x_TD, h_TD, batch, plan))
 
 
+class MTPModule(Block):
+    """A module for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): from each position's state
+    and the next token's embedding to the state that predicts the token after. The embedding comes first, and the
+    state has passed the norm before the head, as the weights that DeepSeek released want it (the paper's formula
+    has the state first)."""
+
+    def __init__(self, cfg, layout):
+        super().__init__(cfg, layout, dense=False)
+        self.embed_norm, self.state_norm = RMSNorm(cfg.d_model, cfg.norm_eps), RMSNorm(cfg.d_model, cfg.norm_eps)
+        self.proj = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))
+        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)      # before the head, which is the model's
+
+    def enter(self, embedded_TD, x_TD):
+        return linear(torch.cat([self.embed_norm(embedded_TD), self.state_norm(x_TD)], -1), self.proj)
+
+
 class Model(nn.Module):
     """What this rank's pipeline stage holds of the model, in vpp chunks of consecutive blocks. Names are those of
-    the whole model: layers.17 is the same block whichever stage holds it."""
+    the whole model: layers.17 is the same block whichever stage holds it. After the n_layer blocks the numbers go
+    on with the modules for multi-token prediction, which stand on the last stage and share embedding and head."""
 
     def __init__(self, cfg, layout):
         super().__init__()
         self.cfg, self.layout, pp = cfg, layout, layout.pp
         self.chunks = stage_layers(cfg)[pp.rank::pp.size]
         begins, ends = pp.rank == 0, pp.rank == pp.size - 1
+        self.mtp = range(cfg.n_layer, cfg.n_layer + cfg.n_mtp) if ends else range(0)
         table = lambda: nn.Parameter(torch.empty(cfg.vocab_size // layout.tp.size, cfg.d_model))
-        self.embedding = table() if begins or (ends and cfg.tie_embeddings) else None
+        self.embedding = table() if begins or (ends and self.embedding_is_shared) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
                                      for chunk in self.chunks for i in chunk})
+        self.layers.update({str(i): MTPModule(cfg, layout) for i in self.mtp})
         self.fetch = lambda block: None     # waits for parameters on their way: Optimizer.fetch, where there is one
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None
@@ -340,9 +364,14 @@ class Model(nn.Module):
         """True where the head is."""
         return self.norm is not None and chunk == len(self.chunks) - 1
 
+    @property
+    def embedding_is_shared(self):
+        """True if the last stage uses it too: as the head, or for multi-token prediction."""
+        return self.cfg.tie_embeddings or self.cfg.n_mtp > 0
+
     def on_both_ends(self, name):
         """True for a parameter that the first and the last of several stages both hold and must keep equal."""
-        return name == "embedding" and self.cfg.tie_embeddings and self.layout.pp.size > 1
+        return name == "embedding" and self.embedding_is_shared and self.layout.pp.size > 1
 
     def empty_stream(self, batch):
         """An uninitialized x_TD for `batch`, as it comes from the stage before."""
@@ -386,8 +415,8 @@ class Model(nn.Module):
     def forward(self, batch, chunk=0, x_TD=None):
         """Coroutine of one chunk, given x_TD from the chunk before it (the first takes the tokens). Returns x_TD
         for the next one; the last returns, with labels, the sum of cross entropy over the tp group's valid
-        tokens, fp32, and without, each sequence's logits after position batch.last, [B, V] of the whole
-        vocabulary, fp32."""
+        tokens, [1 + batch.n_mtp] for the next token and those beyond it, fp32, whose gradient is a matter of Loss;
+        and without, each sequence's logits after position batch.last, [B, V] of the whole vocabulary, fp32."""
         use(self.cfg, batch.tokens_T.device)
         width = self.cfg.d_rope if self.cfg.attention == "mla" else head_width(self.cfg)
         batch.rope = rope_table(batch.positions_S, width, self.cfg.rope_theta, self.cfg.rope_scaling)
@@ -395,23 +424,42 @@ class Model(nn.Module):
         if self.is_first(chunk):
             x_TD = self.embed(batch.tokens_G)
         for i in self.chunks[chunk]:
-            self.fetch(i)
-            yield Begin(i)
-            block = self.layers[str(i)]
-            if "full" in self.cfg.recompute:
-                x_TD = yield Rerun(lambda x, plan, block=block: block(x, batch, plan), x_TD)
-            else:
-                x_TD = yield from block(x_TD, batch)
+            x_TD = yield from self.through((yield from self.begin(i)), x_TD, batch)
         if not self.is_last(chunk):
             return x_TD
         tp, (B, S) = self.layout.tp, batch.shape
         x_TD, head = self.norm(x_TD), self.embedding if self.head is None else self.head
         if batch.labels_G is not None:
-            logits_GV, = column_linear(x_TD, [head], tp)
-            return cross_entropy(logits_GV.float(), batch.labels_G, tp)
+            losses = [(yield from self.loss(x_TD, head, batch))]
+            for i in self.mtp if batch.n_mtp else ():
+                module, rope, batch = (yield from self.begin(i)), batch.rope, batch.ahead
+                batch.rope = rope       # positions stay, tokens and labels go on
+                x_TD = module.enter(self.embed(batch.tokens_G), x_TD)
+                x_TD = module.norm((yield from self.through(module, x_TD, batch)))
+                losses.append((yield from self.loss(x_TD, head, batch)))
+            return torch.stack(losses)
         here_S = (batch.positions_S == batch.last).to(x_TD.dtype)   # one context-parallel rank has the position
         x_BD = self.layout.cp.all_reduce(here_S @ tp.all_gather(x_TD).view(B, S, -1))
         return tp.all_gather(F.linear(x_BD, head).t()).t().float()
+
+    def begin(self, i):
+        """Coroutine: block i, whose parameters may be used from here on."""
+        self.fetch(i)
+        yield Begin(i)
+        return self.layers[str(i)]
+
+    def through(self, block, x_TD, batch):
+        """Coroutine of one block."""
+        if "full" in self.cfg.recompute:
+            return (yield Rerun(lambda x, plan: block(x, batch, plan), x_TD))
+        return (yield from block(x_TD, batch))
+
+    def loss(self, x_TD, head, batch):
+        """Coroutine: adds the cross entropy of the labels to the objective, and returns its sum, detached."""
+        logits_GV, = column_linear(x_TD, [head], self.layout.tp)
+        loss = cross_entropy(logits_GV.float(), batch.labels_G, self.layout.tp)
+        yield Loss(loss * batch.loss_scale)
+        return loss.detach()
 
     def embed(self, tokens_G):
         """Every rank looks up the tokens whose rows it has; their sum is scattered."""
@@ -434,7 +482,7 @@ def run(model, batch):
         if model.is_last(chunk):
             return y
         onward.send(y)
-    shape = (batch.shape[0], model.cfg.vocab_size) if batch.labels_T is None else ()
+    shape = (batch.shape[0], model.cfg.vocab_size) if batch.labels_T is None else (1,)
     return torch.zeros(shape, device=y.device)
 
 
@@ -498,26 +546,37 @@ def generate(model, prompt, length, temperature=0.8, top_k=40, seed=0):
 # What it costs
 
 
+def n_moe_layers(cfg):
+    """With those of the modules for multi-token prediction."""
+    return cfg.n_layer - cfg.n_dense_layers + cfg.n_mtp
+
+
 def parameter_counts(model):
-    """{"total", "experts", "active"} of the whole model. Active: what one token uses, embedding and head
-    included. Pipeline stages add up what they hold, so all ranks must call it."""
-    total = experts = 0
+    """{"total", "experts", "active", "mtp"} of the whole model. Active: what one token uses, embedding and head
+    included. Modules for multi-token prediction count in mtp alone: the trained model works without them. Pipeline
+    stages add up what they hold, so all ranks must call it."""
+    total = experts = mtp = 0
+    modules = tuple(f"layers.{i}." for i in model.mtp)
     for name, param in model.named_parameters():
         if model.on_both_ends(name) and model.layout.pp.rank > 0:
             continue
         count = torch.Size(model.full_shape(name, param.shape)).numel()
+        if name.startswith(modules):
+            mtp += count
+            continue
         total += count
         experts += count if ".experts." in name else 0
-    counts = torch.tensor([total, experts], device=model.layout.device)
-    total, experts = model.layout.pp.all_reduce(counts).tolist()
+    counts = torch.tensor([total, experts, mtp], device=model.layout.device)
+    total, experts, mtp = model.layout.pp.all_reduce(counts).tolist()
     active = total - experts + experts * model.cfg.top_k // model.cfg.num_experts
-    return {"total": total, "experts": experts, "active": active}
+    return {"total": total, "experts": experts, "active": active, "mtp": mtp}
 
 
 def flops_per_token(cfg, kept=1.0):
     """Model FLOPs per token, forward and backward, in a sequence of seq_len: matrix products and the causal
     half of attention, as MoE trainers publish them; router, recompute and embedding lookups not counted.
-    `kept` is the share of expert assignments that were not dropped."""
+    Modules for multi-token prediction count as training runs them. `kept` is the share of expert assignments that
+    were not dropped."""
     h, H, Q = cfg.d_model, cfg.n_head, cfg.n_head * head_width(cfg)
     if cfg.attention == "mla":
         r, c = cfg.q_lora_rank, cfg.kv_lora_rank
@@ -529,9 +588,10 @@ def flops_per_token(cfg, kept=1.0):
         KV = (cfg.n_kv_head or H) * head_width(cfg)
         linear, scores = 2 * h * (Q + KV), Q
     dense = 3 * cfg.d_ff * cfg.n_dense_layers
-    sparse = 3 * cfg.d_expert * (cfg.top_k * kept + cfg.n_shared_experts) * (cfg.n_layer - cfg.n_dense_layers)
-    attention = cfg.n_layer * (linear + scores * cfg.seq_len)
-    return 6 * (h * (dense + sparse) + attention + h * cfg.vocab_size)
+    sparse = 3 * cfg.d_expert * (cfg.top_k * kept + cfg.n_shared_experts) * n_moe_layers(cfg)
+    attention = (cfg.n_layer + cfg.n_mtp) * (linear + scores * cfg.seq_len)
+    entering = cfg.n_mtp * (3 * h + 2 * h * h)      # three norms and the projection
+    return 6 * (h * (dense + sparse) + attention + entering + h * cfg.vocab_size * (1 + cfg.n_mtp))
 
 
 @dataclass
@@ -556,6 +616,7 @@ def main(argv):
     parallel.finish()
     print(f"parameters   {counts['total']:>19,}", f"  in experts {counts['experts']:>19,}",
           f"  active     {counts['active']:>19,}",
+          *([f"and for MTP  {counts['mtp']:>19,}"] if cfg.n_mtp else []),
           f"GFLOP/token  {flops_per_token(cfg) / 1e9:>19,.2f}   forward and backward, sequences of "
           f"{cfg.seq_len:,}",
           sep="\n")

@@ -10,6 +10,7 @@ F expert width, B sequences, Q rows received, R rows in expert-major order.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from dispatch import Plan, by_expert, by_source, combine, dispatch, sharing
 from kernels import grouped_gemm, linear, swiglu
-from parallel import Exchange, Layout, column_linear, recomputed, row_linear, to_device, zigzag
+from parallel import Exchange, Layout, Loss, column_linear, recomputed, row_linear, to_device, zigzag
 from settings import knob
 
 
@@ -75,16 +76,21 @@ class Batch:
     tokens_BS    token ids, -1 for padding: embedded, but never routed, counted or given a slot
     labels_BS    next tokens, -100: no loss (None: logits are wanted, of position `last` alone)
     capacity     slots per expert; 0: dropless, as evaluation and sampling always are
+    n_mtp        how many tokens beyond the next one are to be predicted too
+    loss_scale   weight of the sum of cross entropy in the objective
     aux_scale    1 / (microbatches · dp), so that the objective is the mean over both
     z_scale      1 / counted tokens of the global batch
 
     Made of these: positions_S in the sequence, shape (B, S) with G = B·S, tokens_G, labels_G, and of this rank
-    alone tokens_T, labels_T, counted_T and sequence_T, the sequence each token belongs to.
+    alone tokens_T, labels_T, counted_T and sequence_T, the sequence each token belongs to. ahead: with n_mtp, the
+    same positions as the next module for multi-token prediction sees them (else None).
     """
     layout: Layout
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor | None
     capacity: int = 0
+    n_mtp: int = 0
+    loss_scale: torch.Tensor | float = 1.0
     aux_scale: float = 0.0
     z_scale: torch.Tensor | float = 0.0
     last: int = -1
@@ -106,11 +112,23 @@ class Batch:
         self.counted_T = self.tokens_T >= 0
         self.sequence_T = torch.arange(B * S, device=device)[own] // S
         self.train = self.aux_scale > 0
+        self.ahead = self._shifted() if self.n_mtp else None
+
+    def _shifted(self):
+        """One token further on in each sequence: at each position the token after, and the label after its label.
+        Where that is padding, or beyond the end, the position is padding too. Whole sequences are shifted, before
+        they are cut, so no label is lost at an edge."""
+        further = lambda x_BS, fill: nn.functional.pad(x_BS[:, 1:], (0, 1), value=fill)
+        tokens_BS = torch.where(self.tokens_BS >= 0, further(self.tokens_BS, -1), -1)
+        labels_BS = further(self.labels_BS, -100)
+        return dataclasses.replace(self, tokens_BS=tokens_BS, labels_BS=labels_BS, n_mtp=self.n_mtp - 1)
 
     def take(self, other):
         """Becomes another microbatch of the same shape, in place."""
         for name in ("tokens_G", "labels_G", "counted_T"):      # tokens_T and labels_T are parts of these
             getattr(self, name).copy_(getattr(other, name))
+        if self.ahead is not None:
+            self.ahead.take(other.ahead)
 
 
 class Router(nn.Module):
@@ -243,15 +261,16 @@ class MoE(nn.Module):
             plan.load = self.load(plan, batch) if batch.train else None
             if plan.counts_first:
                 yield Exchange("counts", plan)
-        aux = z = loss = observe = None
+        observe = None
         if batch.train:
             aux, z = self.aux_loss(scores_TE, plan, batch), self.z_loss(logits_TE, batch)
-            loss, seen = aux + z, (plan, aux.detach(), z.detach())
+            yield Loss(aux + z)
+            seen = (plan, aux.detach(), z.detach())
             observe = lambda: self.stats.add(*seen)
         rows, weights = dispatch(h_TD, weights_TK, plan)
         rows, weights, x_TD, *shared = yield Exchange(
             "out", plan, rows, weights, carry=(x_TD,), beside=self.shared and (self.shared, h_TD),
-            loss=loss, observe=observe)
+            observe=observe)
         experts = recomputed if "moe" in cfg.recompute else lambda f, *args: f(*args)
         rows = experts(self.experts, rows, weights, plan)
         rows, x_TD = yield Exchange("back", plan, rows, carry=(sum(shared, x_TD),))

@@ -74,9 +74,9 @@ BUCKET = 2**21
 def buckets(model):
     """{block: the first one of its bucket}. Backward comes to the first one last."""
     first_of = {}
-    for chunk in model.chunks:
+    for n, chunk in enumerate(model.chunks):
         first, size = None, BUCKET
-        for i in chunk:
+        for i in [*chunk, *(model.mtp if model.is_last(n) else ())]:
             if size >= BUCKET:
                 first, size = i, 0
             first_of[i] = first

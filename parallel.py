@@ -566,15 +566,22 @@ class Exchange:
     tensors    what travels
     carry      what the code after the yield still needs from before it
     beside     (function, tensor): computed while the tokens travel, forward and backward
-    loss       a scalar to be added to the objective
     observe    called by the driver the first time these tokens travel in training, not on a recompute
 
     The yield returns (*arrived, *carry), and the result of `beside` last if there is one.
     """
 
-    def __init__(self, direction, plan, *tensors, carry=(), beside=None, loss=None, observe=None):
+    def __init__(self, direction, plan, *tensors, carry=(), beside=None, observe=None):
         self.direction, self.plan, self.tensors = direction, plan, tensors
-        self.carry, self.beside, self.loss, self.observe = carry, beside, loss, observe
+        self.carry, self.beside, self.observe = carry, beside, observe
+
+
+class Loss:
+    """A coroutine's remark that the scalar `value`, made since the last exchange, is a term of the objective.
+    Backward begins there when it comes to this segment, so what follows need not carry the value along."""
+
+    def __init__(self, value):
+        self.edge, self.grad = _edge(value), torch.ones_like(value)
 
 
 class Rerun:
@@ -645,7 +652,6 @@ class _Cut:
     def __init__(self, request):
         self.plan, self.direction = request.plan, request.direction
         self.sent, self.carried = [_edge(x) for x in request.tensors], [_edge(x) for x in request.carry]
-        self.loss = None if request.loss is None else (_edge(request.loss), torch.ones_like(request.loss))
         self.beside = None
 
     def run_beside(self, function, x):
@@ -674,8 +680,6 @@ class _Cut:
         drain_weight_gradients()
         yield
         arrived = yield from travel
-        if self.loss is not None:
-            return [*edges, self.loss[0]], [*arrived, *carried, self.loss[1]]
         return edges, [*arrived, *carried]
 
 
@@ -720,7 +724,7 @@ class Tape:
                     self.output = _edge(end.value) if self.record else None
                     return end.value.detach()
             arrived = None
-            if isinstance(request, Begin):
+            if isinstance(request, (Begin, Loss)):
                 self.cuts.append(request)
                 continue
             served = (self._rerun if isinstance(request, Rerun) else self._exchange)(request)
@@ -728,15 +732,22 @@ class Tape:
             arrived = yield from served
 
     def backward(self, grad, ready=None):
-        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value. ready(block) is
-        called when those of a block are complete, weight gradients that were put off included."""
+        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value (None: it has
+        none, and losses are all there is). ready(block) is called when those of a block are complete, weight
+        gradients that were put off included."""
         edges, grads = [self.output], [grad]
         while True:
+            begun = []
+            while self.cuts and isinstance(self.cuts[-1], (Begin, Loss)):   # remarks made in this segment
+                remark = self.cuts.pop()
+                if isinstance(remark, Begin):
+                    begun.append(remark.block)
+                else:
+                    edges.append(remark.edge)
+                    grads.append(remark.grad)
             _backward(edges, grads)
-            while self.cuts and isinstance(self.cuts[-1], Begin):
-                block = self.cuts.pop().block
-                if ready is not None:
-                    after_weight_gradients(functools.partial(ready, block))
+            for block in begun if ready else ():
+                after_weight_gradients(functools.partial(ready, block))
             if not self.cuts:
                 drain_weight_gradients()
                 return
@@ -846,13 +857,12 @@ def schedule(stage, pp, vpp, m, pair):
     return cells
 
 
-def execute(cells, model, batches, grad, ready=None):
+def execute(cells, model, batches, ready=None):
     """Runs a step's cells on this stage, forward and backward, with what travels between stages.
 
     model     model(batch, chunk, x_TD) is the coroutine of one chunk; model.layout knows the neighbours
-    grad      the gradient of a microbatch's loss
     ready     called with the number of a block as soon as its gradients are those of all microbatches
-    Returns the losses, detached, on the last stage; an empty list elsewhere.
+    Returns what the last chunk returned for each microbatch, on the last stage; an empty list elsewhere.
     """
     onward, homeward = model.layout.onward, model.layout.homeward
     tapes, losses = {}, []
@@ -872,7 +882,7 @@ def execute(cells, model, batches, grad, ready=None):
     def backward(chunk, i):
         tape = tapes.pop((chunk, i))
         last = i == len(batches) - 1    # of every chunk: microbatches come back in order
-        yield from tape.backward(grad if model.is_last(chunk) else homeward.arrive(), ready if last else None)
+        yield from tape.backward(None if model.is_last(chunk) else homeward.arrive(), ready if last else None)
         if tape.inlet is not None:
             homeward.send(tape.inlet.take())
 

@@ -1,12 +1,14 @@
-"""Text from a checkpoint of any layout, on one process.
+"""Text from a checkpoint of any layout, or from a model in Hugging Face's, on one process.
 
     python sample.py out                                                   from the newest checkpoint in out
     python sample.py out/step_000100 --prompt='class Node' --temperature=0.5
+    python sample.py FOLDER                                                with config.json and tokenizer.json
 """
 
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,10 @@ class SampleConfig:
 
 
 def open_checkpoint(path):
-    """→ (folder, its state) of a checkpoint, or of the newest one in an out_dir. Raises CheckpointError."""
+    """→ (folder, its state) of a checkpoint, of the newest one in an out_dir, or of a Hugging Face folder, whose
+    state has no step. Raises CheckpointError."""
+    if (Path(path) / "config.json").is_file():
+        return Path(path), checkpoint.describe(path)
     folder = Path(path) if checkpoint.step_of(path) is not None else next(iter(checkpoint.folders(path)), None)
     if folder is None or not folder.is_dir():
         raise checkpoint.CheckpointError(f"{path}: there is no checkpoint (a folder step_000100, or one of such)")
@@ -48,15 +53,30 @@ def open_checkpoint(path):
     return folder, state
 
 
+def open_text(folder, state):
+    """What encodes and decodes: the tokens themselves are not needed, and neither is their folder for bytes."""
+    tokenizer = state["tokenizer"]
+    if tokenizer != "bytes":
+        tokenizer = tokenizer or "tokenizer.json"
+        if not (folder / tokenizer).is_file():
+            raise data.DataError(f"there is no {folder / tokenizer}: name a folder that has it with --data=FOLDER")
+    return data.Data(folder, train=None, val=None, vocab_size=state["config"]["vocab_size"], tokenizer=tokenizer)
+
+
 def load_model(folder, state, device):
-    """The whole model of a checkpoint on this process."""
-    cfg = checkpoint.config_of(state, models.Architecture)
+    """The whole model of a checkpoint on this process, without modules for multi-token prediction."""
+    cfg = dataclasses.replace(checkpoint.config_of(state, models.Architecture), n_mtp=0)
     layout = parallel.Layout(parallel.sizes_of(cfg, 1), device)
     with torch.device("meta"):
         model = models.Model(cfg, layout)
     # the cast comes first, so that the model is never there twice
     model = model.to(dtype_of(cfg.precision, device)).to_empty(device=device)
-    checkpoint.load_weights(folder, model, layout)
+    if "step" in state:
+        checkpoint.load_weights(folder, model, layout)
+    else:
+        for buffer in model.buffers():
+            buffer.zero_()
+        checkpoint.load_hf(folder, model, layout)
     return model
 
 
@@ -70,11 +90,7 @@ def main(argv):
     try:
         parallel.init(device)
         folder, state = open_checkpoint(named[0])
-        if state["tokenizer"] is None:
-            raise data.DataError(f"{folder} was trained on ids without a tokenizer: no text can go on from there")
-        # encodes and decodes; the tokens themselves are not needed, and neither is their folder for bytes
-        text = data.Data(Path(cfg.data or state["data"]), train=None, val=None,
-                         vocab_size=state["config"]["vocab_size"], tokenizer=state["tokenizer"])
+        text = open_text(Path(cfg.data or state["data"]), state)
         prompt = text.encode(cfg.prompt)
         if not prompt:
             raise data.DataError("--prompt is empty: give the text to go on from")
@@ -85,7 +101,8 @@ def main(argv):
     except (checkpoint.CheckpointError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{folder}, after {state['step']} steps, temperature {cfg.temperature}, top_k {cfg.top_k}, "
+    after = f", after {state['step']} steps" if "step" in state else ""
+    print(f"{folder}{after}, temperature {cfg.temperature}, top_k {cfg.top_k}, "
           f"seed {cfg.seed}", file=sys.stderr)
     ids = models.generate(model, prompt, cfg.length, cfg.temperature, cfg.top_k, cfg.seed)
     if state["tokenizer"] == "bytes":   # as they come; a character may be several bytes

@@ -60,7 +60,7 @@ class TrainConfig:
     resume: str = knob("auto", "auto: go on from the newest whole checkpoint in out_dir, if any; none: start anew, "
                        "in an out_dir without any; or the path of one")
     init_from: str = knob("", "hf:FOLDER starts from the weights of a model in Hugging Face's layout, whose "
-                          "architecture it takes")
+                          "architecture it takes; upcycle:FOLDER from a dense one, whose MLP each expert copies")
     cuda_graph: bool = knob(False, "capture forward, backward and reduction once, and replay them (GPU and capacity "
                             "only; exchange and GEMM times are not measured then)")
     timeout_s: int = knob(600, "seconds after which a collective that some rank never joins ends the run", least=1)
@@ -140,10 +140,6 @@ def join(cfg):
 # A step
 
 
-def n_moe_layers(cfg):
-    return cfg.n_layer - cfg.n_dense_layers
-
-
 class Result:
     """What a step leaves behind for the log. Sums over all ranks are on their way to the host: reading them
     at once would stop a GPU, so `read` them a step later."""
@@ -166,7 +162,7 @@ class Result:
 
     def finite(self, world):
         """[1 or 0 for every rank: was its loss finite]."""
-        return self.read()[3:3 + world]
+        return self.read()[4:4 + world]
 
 
 class Trainer:
@@ -184,6 +180,9 @@ class Trainer:
                                           dispatch.sharing(cfg, sizes.ep))
         with torch.device("meta"):
             self.model = models.Model(cfg, self.layout)
+        # of the cross entropy of the next token and of those beyond it, in the objective
+        self.loss_weights = torch.tensor([1.0] + [cfg.mtp_coef / cfg.n_mtp for _ in range(cfg.n_mtp)],
+                                         device=self.device)
         self.dtype = dtype_of(cfg.precision, self.device)
         kernels.use(cfg, self.device)
         self.optimizer = optim.Optimizer(cfg, self.model, self.layout, self.dtype, self.device)
@@ -203,26 +202,30 @@ class Trainer:
             ids = data.sample_ids(step, i, self.layout.dp.rank, global_batch=cfg.global_batch,
                                   micro_batch=cfg.micro_batch, dp=self.layout.dp.size)
             windows = [data.window_of(cfg.seed, j, n) for j in ids]
-            yield self._batch(self.data.train, windows, capacity=capacity,
+            yield self._batch(self.data.train, windows, capacity=capacity, n_mtp=cfg.n_mtp,
                               aux_scale=1 / (self.microbatches * self.layout.dp.size))
 
     def forward_backward(self, batches):
         """Leaves the gradient of the objective, summed over this rank's microbatches, in every .grad.
         → (this rank's sum of cross entropy, zero but on the last pipeline stage; the global number of valid
-        tokens), on the device."""
-        counts = torch.stack([sum((b.labels_T != -100).sum() for b in batches),
-                              sum(b.counted_T.sum() for b in batches)])
+        tokens), on the device, each [1 + n_mtp]: of the next token and of those beyond it."""
+        depths = [batches]      # a position's further tokens have their own valid labels and counted tokens
+        for _ in range(self.cfg.n_mtp):
+            depths.append([batch.ahead for batch in depths[-1]])
+        counts = torch.stack([torch.stack([sum((b.labels_T != -100).sum() for b in depth) for depth in depths]),
+                              torch.stack([sum(b.counted_T.sum() for b in depth) for depth in depths])])
         valid, counted = self.layout.plane.all_reduce(counts).clamp_min(1).unbind()
-        for batch in batches:
-            batch.z_scale = 1 / counted
+        for depth, *scales in zip(depths, self.loss_weights / valid, 1 / counted):
+            for batch in depth:
+                batch.loss_scale, batch.z_scale = scales
         self.optimizer.start_gather()
         self.optimizer.zero_grad()
         for layer in self.model.moes.values():
             layer.stats.reset()
         cells = schedule(self.layout.pp.rank, self.layout.pp.size, self.cfg.vpp, len(batches),
                          self.cfg.overlap == "pair")
-        losses = execute(cells, self.model, batches, (1 / valid).float(), self.optimizer.ready)
-        loss = sum(losses, torch.zeros((), device=self.device))
+        losses = execute(cells, self.model, batches, self.optimizer.ready)
+        loss = sum(losses, torch.zeros_like(self.loss_weights))
         # a tensor-parallel group has one loss, which all its ranks computed
         return loss if self.layout.tp.rank == 0 else torch.zeros_like(loss), valid
 
@@ -239,19 +242,20 @@ class Trainer:
             loss, valid, norm = self.gradients(list(self.batches(step, capacity=0)))
         skip = ~norm.isfinite()
         finite = torch.zeros(world, dtype=torch.float64, device=self.device)
-        finite[rank] = loss.isfinite()
+        finite[rank] = loss.isfinite().all()
         stats = [layer.stats for layer in self.model.moes.values()]
-        zero = loss.new_zeros(())
+        zero, losses = loss.new_zeros(()), self.loss_weights * loss / valid
         # a row per MoE layer of the whole model, so that all ranks, whatever their stage holds, reduce alike
-        loads = torch.zeros(n_moe_layers(self.cfg), 1 + self.cfg.num_experts, dtype=torch.float64,
+        loads = torch.zeros(models.n_moe_layers(self.cfg), 1 + self.cfg.num_experts, dtype=torch.float64,
                             device=self.device)
         for i, layer in self.model.moes.items():
             loads[i - self.cfg.n_dense_layers] = torch.cat([layer.stats.kept_E.sum()[None], layer.stats.counts_E])
-        sums = torch.cat([torch.stack([(loss / valid).double(), sum((s.aux for s in stats), zero).double(),
-                                       sum((s.z for s in stats), zero).double()]), finite, loads.flatten()])
+        sums = torch.stack([losses[0], sum((s.aux for s in stats), zero), sum((s.z for s in stats), zero),
+                            losses[1:].sum()])
+        sums = torch.cat([sums.double(), finite, loads.flatten()])
         self.layout.world.all_reduce(sums)
         if self.cfg.bias_update_rate:
-            loads = sums[3 + world:].view_as(loads)
+            loads = sums[4 + world:].view_as(loads)
             for i, layer in self.model.moes.items():
                 layer.router.update_bias(loads[i - self.cfg.n_dense_layers, 1:], skip)
         lr = optim.learning_rate(self.cfg, step, self.cfg.max_steps)
@@ -278,7 +282,7 @@ class Trainer:
                 windows = [w if w < n else -1 for w in range(at, at + cfg.micro_batch)]
                 batch = self._batch(self.data.val, windows)
                 loss = models.run(self.model, batch)    # zero but on the last stage
-                total += torch.stack([loss.double(), (batch.labels_G != -100).sum().double()])
+                total += torch.cat([loss.double(), (batch.labels_G != -100).sum()[None]])
         self.layout.onward.flush()
         loss, count = self.layout.world.all_reduce(total).tolist()
         return loss / (count / self.layout.pp.size)     # each stage counted the same labels
@@ -349,8 +353,8 @@ def measure(trainer, result, peak, stop=False):
     """→ (the row of metrics.jsonl for a step, tokens per expert before drops [layers, E], whether some rank was
     asked to stop). Collective: ranks tell each other their times. peak: of this rank, FLOPS, or None."""
     cfg, world = trainer.cfg, trainer.layout.world
-    (loss, aux, z, *rest), norm = (sums := result.read())[:-1], sums[-1]
-    layers = n_moe_layers(cfg)
+    (loss, aux, z, mtp, *rest), norm = (sums := result.read())[:-1], sums[-1]
+    layers = models.n_moe_layers(cfg)
     loads = torch.tensor(rest[world.size:], dtype=torch.float64).view(layers, 1 + cfg.num_experts)
     kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
     memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
@@ -369,7 +373,8 @@ def measure(trainer, result, peak, stop=False):
     gemm_room = (times[:, 2] * times[:, 4]).sum().item()
     row = {
         "step": result.step, "tokens": result.step * tokens, "loss": loss,
-        "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1), "lr": result.lr, "grad_norm": norm,
+        "aux_loss": aux / max(layers, 1), "z_loss": z / max(layers, 1),
+        **({"mtp_loss": mtp} if cfg.n_mtp else {}), "lr": result.lr, "grad_norm": norm,
         "tokens_per_s": tokens / step_s, "tflops_per_gpu": tflops, "mfu": tflops * 1e12 / peak if peak else None,
         "drop_fraction": dropped, **({"rerun": int(result.rerun)} if cfg.on_overflow == "rerun" else {}),
         "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
@@ -456,7 +461,8 @@ class Log:
             + ("triton" if kernels.backend.triton else "torch") + ", peak "
             + (f"{self.peak / 1e12:,.2f} TFLOPS per rank" if self.peak else "unknown: no MFU"),
             f"parameters {counts['total']:,} (active {counts['active']:,}, in experts {counts['experts']:,}), "
-            f"{local:,} on the fullest rank",
+            + (f"and {counts['mtp']:,} for multi-token prediction, " if cfg.n_mtp else "")
+            + f"{local:,} on the fullest rank",
             f"memory per rank for weights, gradients and optimizer: {state / 1e9:.2f} GB, activations come on top",
             f"batch {cfg.global_batch} sequences × {cfg.seq_len} tokens = {cfg.global_batch * cfg.seq_len:,} "
             f"= {s.dp} dp × {trainer.microbatches} microbatches × {cfg.micro_batch} sequences",
@@ -485,6 +491,8 @@ class Log:
             layers = ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
                                for layers in stages[stage::s.pp])
             most = parallel.in_flight(stage, s.pp, s.vpp, m, self.cfg.overlap == "pair")
+            if self.cfg.n_mtp and stage == s.pp - 1:
+                layers += f" and multi-token prediction ({self.cfg.n_mtp})"
             yield (f"  stage {stage}: layers {layers}, at most {most} microbatches in flight"
                    + (f", each on one of its {s.vpp} chunks" if s.vpp > 1 else ""))
         yield (f"  bubble {parallel.bubble(s.pp, s.vpp, m):.1%} of a step with {m} microbatches, if all stages "
@@ -511,7 +519,8 @@ class Log:
             self.file.flush()
         speak = result.step % cfg.log_interval == 0 or result.step in (1, cfg.max_steps) or val_loss is not None
         if self.board:
-            self.board.log(row, dict(zip(range(cfg.n_dense_layers, cfg.n_layer), counts)) if speak else {})
+            layers = range(cfg.n_dense_layers, cfg.n_layer + cfg.n_mtp)
+            self.board.log(row, dict(zip(layers, counts)) if speak else {})
         if len(self.history) == 1:
             self.ledger(result.ledger)
         if speak:
@@ -532,6 +541,7 @@ class Log:
         self.print(
             f"step {row['step']}/{self.cfg.max_steps} | loss {show('loss', '.4f')}"
             + (f" | val {row['val_loss']:.4f}" if row.get("val_loss") is not None else "")
+            + (f" | mtp {show('mtp_loss', '.4f')}" if self.cfg.n_mtp else "")
             + f" | aux {show('aux_loss', '.4f')} | lr {row['lr']:.1e} | norm {show('grad_norm', '.2f')}"
             f" | {show('tokens_per_s', ',.0f')} tok/s | {show('tflops_per_gpu', '.3g')} TFLOPS/GPU"
             f" (MFU {show('mfu', '.0f', 100)} %) | drop {show('drop_fraction', '.1f', 100)} %"
@@ -773,7 +783,7 @@ def run(cfg, ranks):
             done, wandb_id = state["step"], state["wandb"] if folder.parent.samefile(cfg.out_dir) else None
         elif cfg.init_from:
             try:
-                checkpoint.load_hf(cfg.init_from.partition(":")[2], trainer.model, trainer.layout)
+                checkpoint.start_from(cfg.init_from, trainer.model, trainer.layout)
             except checkpoint.CheckpointError as error:
                 if trainer.layout.world.rank == 0:
                     print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): 671 B parameters, 38 B active.
+"""DeepSeek-V3 (arXiv:2412.19437): 671 B parameters, 38 B active, and a module for multi-token prediction.
 
 The layout is the published one for 256 GB200: pp 4 · vpp 4 · ep 64, experts inside one NVLink domain.
 """
@@ -17,6 +17,8 @@ d_v = 128
 rope_theta = 10000.0
 norm_eps = 1e-6
 seq_len = 4096
+n_mtp = 1
+mtp_coef = 0.3
 
 num_experts = 256
 top_k = 8
@@ -34,8 +36,8 @@ aux_loss_scope = "sequence"
 pp = 4
 vpp = 4
 ep = 64
-# the last stages are lighter, as the head is theirs
-pp_layout = [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3, 2]
+# the last stage also has the module for multi-token prediction, and the head twice
+pp_layout = [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 1]
 recompute = ["moe"]
 global_batch = 4096
 micro_batch = 1

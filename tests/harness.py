@@ -164,8 +164,9 @@ def gradients_of(trainer, step=0):
     import optim
     loss, valid = trainer.forward_backward(list(trainer.batches(step)))
     norm = trainer.optimizer.reduce()
-    loss = trainer.layout.world.all_reduce((loss / valid).double())
-    return {"loss": loss.item(), "norm": norm.item(), "grads": optim.full_gradients(trainer.model, trainer.optimizer)}
+    loss, *mtp = trainer.layout.world.all_reduce((loss / valid).double()).tolist()
+    return {"loss": loss, "mtp": mtp, "norm": norm.item(),
+            "grads": optim.full_gradients(trainer.model, trainer.optimizer)}
 
 
 def losses_of(trainer, steps):
@@ -218,8 +219,9 @@ def assert_equals(ref, got, tolerance=1e-5, what=""):
         assert b.isfinite().all(), (what, name)
         error = (a - b).norm() / a.norm() if a.norm() > 0 else b.norm()
         assert error <= tolerance, (what, name, error.item())
-    for i, (a, b) in enumerate(itertools.zip_longest(ref.get("losses", []), got.get("losses", []))):
-        assert close(a, b), (what, f"step {i}", a, b)
+    for key in ("losses", "mtp"):
+        for i, (a, b) in enumerate(itertools.zip_longest(ref.get(key, []), got.get(key, []))):
+            assert close(a, b), (what, key, i, a, b)
 
 
 def bit_equal(a, b):

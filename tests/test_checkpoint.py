@@ -102,10 +102,10 @@ FOLDED = {"tp2·etp2·ep2": dict(tp=2, etp=2, ep=2), "cp2·tp2·ep4": dict(cp=2,
           "pp2·tp2": dict(pp=2, tp=2, ep=1), "pp4": dict(pp=4, ep=1), "tp4·etp4": dict(tp=4, etp=4, ep=1)}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("tied", [False, True], ids=["head and MTP", "tied"])
 def test_folded_layouts_load_each_other(pool, tokens, tmp_path, tied):
     """Each loads what the one before it saved and saves it for the next; nothing changes on the way."""
-    knobs = dict(ADAM, data=tokens, n_layer=4, tie_embeddings=tied)
+    knobs = dict(ADAM, data=tokens, n_layer=4, tie_embeddings=tied, n_mtp=int(not tied))
     state, losses = pool.run(4, save_run, f"{tmp_path}/0", dict(knobs, ep=4), 4, steps=3)[0]
     for i, (name, layout) in enumerate(FOLDED.items()):
         there = pool.run(4, load_run, f"{tmp_path}/{i}", knobs | layout, 4, again=f"{tmp_path}/{i + 1}")

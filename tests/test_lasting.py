@@ -416,6 +416,39 @@ def test_sample_prints_text_or_one_line(pool, tokens, tmp_path):
         assert code == 2 and out == "" and len(err.splitlines()) == 1 and all(word in err for word in words), err
 
 
+def export_on(out_dir, folder):
+    import checkpoint
+    checkpoint.export_hf(out_dir, folder, "auto")
+
+
+def test_sample_with_a_tokenizer_here_and_exported(pool, tokens, tmp_path):
+    """A folder in Hugging Face's layout says what the checkpoint says, and goes on without the data's folder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(64)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    data = tmp_path / "data"
+    shutil.copytree(tokens, data)
+    tokenizer.save(str(data / "tokenizer.json"))
+    meta = json.loads((data / "meta.json").read_text())
+    (data / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer.json"}))
+    pool.run(4, main_on_rank, arguments(data, tmp_path / "out", max_steps=2, ep=4, n_shared_experts=0))
+    pool.run(1, export_on, str(tmp_path / "out"), str(tmp_path / "hf"))
+    sampled = lambda folder, *argv: pool.run(1, sample_on, [str(tmp_path / folder), "--prompt=w3 w4", "--length=6",
+                                                            *argv])[0]
+    for argv in ((), ("--top_k=0", "--seed=2"), ("--temperature=0",)):
+        code, out, err = sampled("out", *argv)
+        assert code == 0 and len(out.split()) == 8 and all(word in words for word in out.split()), (out, err)
+        again = sampled("hf", *argv)
+        assert again[:2] == (0, out) and again[2].startswith(f"{tmp_path}/hf, temperature"), again
+    data.rename(tmp_path / "moved")
+    code, out, err = sampled("out")
+    assert code == 2 and f"no {data}/tokenizer.json" in err and "--data=FOLDER" in err and err.count("\n") == 1
+    assert sampled("out", f"--data={tmp_path}/moved")[0] == sampled("hf")[0] == 0
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert sampled("hf")[0] == 2 and sampled("hf", f"--data={tmp_path}/moved")[0] == 0
+
+
 def test_the_same_command_on_a_finished_run_says_so(pool, tokens, tmp_path):
     argv = arguments(tokens, tmp_path / "out", max_steps=2)
     pool.run(4, main_on_rank, argv)

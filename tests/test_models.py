@@ -22,7 +22,7 @@ PRESETS = sorted(path.name for path in (ROOT / "config").glob("*.py"))
 
 # total, in experts, active, GFLOP per token in sequences of 4096
 PUBLISHED = {
-    "deepseek_v3": (671_026_404_352, 653_908_770_816, 37_552_282_624, 249.8),
+    "deepseek_v3": (671_026_404_352, 653_908_770_816, 37_552_282_624, 259.99),
     "qwen3_235b_a22b": (235_093_634_560, 227_096_395_776, 22_190_763_520, 148.03),
     "qwen3_30b_a3b": (30_532_122_624, 28_991_029_248, 3_353_032_704, 23.01),
     "mixtral_8x7b": (46_702_792_704, 45_097_156_608, 12_879_925_248, 79.7),
@@ -36,6 +36,8 @@ def run_model_py(*words):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_those_published(name):
+    import model
+    import settings
     done = run_model_py(f"config/{name}.py")
     assert done.returncode == 0, done.stderr
     found = [float(re.search(rf"{word} +([\d,.]+)", done.stdout)[1].replace(",", ""))
@@ -43,6 +45,12 @@ def test_counts_are_those_published(name):
     *counts, gflops = PUBLISHED[name]
     assert found[:3] == counts
     assert found[3] == pytest.approx(gflops, rel=1e-3)
+    if name == "deepseek_v3":   # the module: a block, three norms more, and a projection
+        attention = 1536 * (7168 + 128 * 192 + 1) + 512 * (7168 + 128 * 256 + 1) + 7168 * 64 + 128 * 128 * 7168
+        experts = 7168 * 2048 * 3 * (256 + 1) + 256 * 7168
+        assert f"{attention + experts + 2 * 7168 + 3 * 7168 + 2 * 7168**2:,}" in done.stdout
+        cfg, *_ = settings.parse(model.Architecture, [str(ROOT / "config/deepseek_v3.py"), "--n_mtp=0"], True)
+        assert model.flops_per_token(cfg) / 1e9 == pytest.approx(249.8, rel=1e-3)
 
 
 def test_counts_need_a_possible_model():
@@ -164,6 +172,7 @@ MODELS = {
                                            eos_token_id=2)),
     "mixtral": ("MixtralConfig", COMMON | dict(num_local_experts=8, intermediate_size=16)),
 }
+MIXTURES = list(MODELS)
 SPREAD = {
     "tp2·ep4": dict(tp=2, ep=4),
     "cp2·ep4": dict(cp=2, ep=4),
@@ -171,12 +180,12 @@ SPREAD = {
 }
 
 
-def make_model(name):
+def make_model(name, **more):
     """A model of transformers with random weights, none of which is a neutral one."""
     transformers = pytest.importorskip("transformers")
     kind, sizes = MODELS[name]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes | more))
     with torch.no_grad():
         for key, p in model.named_parameters():
             if "norm" in key:
@@ -189,18 +198,18 @@ def make_model(name):
     return model.eval()
 
 
-def knobs_of(folder):
+def knobs_of(folder, source="hf"):
     """Of the folder's architecture, and what the tests' small model has else is off."""
     import checkpoint
     off = dict(n_dense_layers=0, n_shared_experts=0, n_kv_head=0, qk_norm="none")
-    return off | checkpoint.read_config(folder)[1]
+    return off | checkpoint.read_config(folder, checkpoint.SOURCES[source])[1]
 
 
-def start_from(folder, knobs, world):
+def start_from(folder, knobs, world, source="hf"):
     import checkpoint
     import train
-    trainer = train.Trainer(harness.config(**{**knobs, **knobs_of(folder)}), world)
-    checkpoint.load_hf(folder, trainer.model, trainer.layout)
+    trainer = train.Trainer(harness.config(**{**knobs_of(folder, source), **knobs}), world)
+    checkpoint.start_from(f"{source}:{folder}", trainer.model, trainer.layout)
     trainer.optimizer.start()
     return trainer
 
@@ -211,13 +220,13 @@ def first_batch(knobs):
     return batch.tokens_BS, batch.labels_BS
 
 
-def computed_here(folder, variants, world, tokens_BS):
+def computed_here(folder, variants, world, tokens_BS, source="hf"):
     """Logits [B, S, V] of tokens_BS, loss and every gradient of step 0, under each layout."""
     import model
     import moe
     results = []
     for knobs in variants:
-        trainer = start_from(folder, knobs, world)
+        trainer = start_from(folder, knobs, world, source)
         result = harness.gradients_of(trainer)
         rows = [model.run(trainer.model, moe.Batch(trainer.layout, tokens_BS, None, last=last))
                 for last in range(tokens_BS.shape[1])]
@@ -249,7 +258,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_transformers_computes_the_same(pool, tokens, folders, tmp_path, name):
     folder, model = folders(name)
     base = dict(data=tokens, micro_batch=2)
@@ -302,7 +311,7 @@ def same_tensors(a, b):
         assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_round_trip_through_folded_ranks(pool, tokens, folders, tmp_path, name):
     transformers = pytest.importorskip("transformers")
     folder, model = folders(name)
@@ -355,19 +364,155 @@ def test_import_over_several_ranks(folders, tmp_path):
     same_tensors(folder, tmp_path / "back")
 
 
-def test_train_starts_from_a_folder(tokens, folders, tmp_path):
-    folder, model = folders("mixtral")
-    words = [sys.executable, "train.py", f"--init_from=hf:{folder}", f"--data={tokens}", f"--out_dir={tmp_path}/out",
-             "--device=cpu", "--max_steps=1", "--global_batch=2", "--seq_len=16", "--eval_steps=0",
-             "--capacity_factor=0"]
+@pytest.mark.parametrize("source, name, more", [
+    ("hf", "mixtral", 0),
+    ("upcycle", "llama", 3 * (7 * 3 * 32 * 48 + 8 * 32))])      # 7 MLPs more a layer, and a router
+def test_train_starts_from_a_folder(tokens, folders, tmp_path, source, name, more):
+    folder, model = folders(name)
+    words = [sys.executable, "train.py", f"--init_from={source}:{folder}", f"--data={tokens}",
+             f"--out_dir={tmp_path}/out", "--device=cpu", "--max_steps=1", "--global_batch=2", "--seq_len=16",
+             "--eval_steps=0", "--capacity_factor=0"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     count = sum(p.numel() for p in model.parameters())
-    assert f"parameters {count:,} (" in done.stdout
-    done = subprocess.run([*words, "--n_head=8", "--out_dir=" + str(tmp_path / "other")], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "n_head=4 there, 8 here" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "other").exists()
+    assert f"parameters {count + more:,} (" in done.stdout
+
+
+# ---- DeepSeek's module for multi-token prediction ----
+
+
+def with_module(folder):
+    """Writes a DeepSeek-V3 whose fourth block is the module's. → (model, module), both of transformers"""
+    from safetensors.torch import save_file
+    from transformers.modeling_layers import MtpLayer
+    model = make_model("deepseek_v3", num_hidden_layers=4)
+    model.save_pretrained(folder)
+    block = model.model.layers[3]
+    model.model.layers = model.model.layers[:3]
+    module = MtpLayer(model.config, type(block), type(model.model.norm), 3)
+    module.mtp_block = block
+    torch.manual_seed(1)
+    own = {"enorm.weight": module.enorm.weight, "hnorm.weight": module.hnorm.weight,
+           "eh_proj.weight": module.eh_proj.weight, "shared_head.norm.weight": module.post_norm.weight}
+    with torch.no_grad():
+        for name, p in own.items():
+            p.uniform_(0.5, 1.5) if p.ndim == 1 else p.normal_(std=0.2)
+    own |= {"embed_tokens.weight": model.model.embed_tokens.weight,
+            "shared_head.head.weight": model.lm_head.weight}
+    save_file({f"model.layers.3.{name}": p.detach().clone() for name, p in own.items()} | tensors_in(folder),
+              folder / "model.safetensors")
+    change_config(num_hidden_layers=3, num_nextn_predict_layers=1)(folder)
+    return model, module
+
+
+def test_the_module_of_deepseek_computes_the_same(pool, tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    model, module = with_module(folder)
+    tokens_BS, labels_BS = pool.run(1, first_batch, dict(data=tokens))[0]
+    state = model.model(tokens_BS).last_hidden_state
+    embedded, here = model.model.embed_tokens(tokens_BS[:, 1:]), torch.arange(15)[None]
+    ahead = module(embedded, state[:, :-1], model.model.rotary_emb(embedded, here),
+                   torch.where(torch.ones(15, 15).tril() > 0, 0.0, -torch.inf)[None, None], here, None)
+    entropy = torch.nn.functional.cross_entropy
+    loss = entropy(model.lm_head(state).flatten(0, 1), labels_BS.flatten())
+    beyond = entropy(model.lm_head(ahead).flatten(0, 1), labels_BS[:, 1:].flatten())
+    (loss + 0.3 * beyond).backward()
+    expected = {"embedding": model.model.embed_tokens, "head": model.lm_head, "norm.weight": model.model.norm,
+                "layers.3.proj": module.eh_proj, "layers.3.embed_norm.weight": module.enorm,
+                "layers.3.state_norm.weight": module.hnorm, "layers.3.norm.weight": module.post_norm,
+                "layers.3.moe.router.weight": module.mtp_block.mlp.gate,
+                "layers.3.attention.wkv": module.mtp_block.self_attn.kv_b_proj,
+                "layers.1.attention.wo": model.model.layers[1].self_attn.o_proj}
+    base = dict(data=tokens, micro_batch=2, n_mtp=1, mtp_coef=0.3)
+    runs = [(1, [base]), (4, [base | knobs for knobs in SPREAD.values()])]
+    for world, variants in runs:
+        for results in pool.run(world, computed_here, str(folder), variants, world, tokens_BS[:1]):
+            for knobs, result in zip(variants, results):
+                assert result["loss"] == pytest.approx(loss.item(), rel=1e-4)
+                assert result["mtp"] == pytest.approx([beyond.item()], rel=1e-4), knobs
+                for key, theirs in expected.items():
+                    error = (result["grads"][key] - theirs.weight.grad).norm() / theirs.weight.grad.norm()
+                    assert error < 1e-4, (knobs, key, error.item())
+    # there and back; and without the module
+    pool.run(4, save_here, str(folder), f"{tmp_path}/out", dict(base, pp=2, ep=2, optimizer="adamw"), 4)
+    done = run_checkpoint_py("export", tmp_path / "out", tmp_path / "back")
+    assert done.returncode == 0, done.stderr
+    same_tensors(folder, tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert again.config.num_mtp_layers == 1
+    assert torch.equal(again.eval()(tokens_BS).logits, model(tokens_BS).logits)
+    plain = pool.run(1, computed_here, str(folder), [dict(base, n_mtp=0)], 1, tokens_BS[:1])[0][0]
+    assert plain["loss"] == pytest.approx(loss.item(), rel=1e-4) and plain["mtp"] == []
+
+
+# ---- dense models become mixtures ----
+
+DENSE = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3, tied, first block dense": ("Qwen3Config", dict(head_dim=16, tie_word_embeddings=True)),
+}
+DENSE_SIZES = {name: value for name, value in COMMON.items() if name != "num_experts_per_tok"}
+MODELS |= {name: (kind, DENSE_SIZES | more) for name, (kind, more) in DENSE.items()}
+
+
+def experts_of(folder, knobs, world):
+    """This rank's part of one layer's experts, and its router's weight."""
+    layer = start_from(folder, knobs, world, "upcycle").model.moes[1]
+    return [p.detach().clone() for p in (layer.experts.w1, layer.experts.w2, layer.router.weight)]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_upcycling_changes_no_output(pool, tokens, folders, name):
+    folder, model = folders(name)
+    tokens_BS, labels_BS = pool.run(1, first_batch, dict(data=tokens))[0]
+    logits = model(tokens_BS).logits.detach()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS.flatten()).item()
+    base = dict(data=tokens, micro_batch=2, num_experts=8, top_k=3, n_dense_layers=int("dense" in name))
+    for world, knobs in ((1, dict(score_fn="sigmoid")), (4, dict(ep=4, tp=2))):
+        ranks = pool.run(world, computed_here, str(folder), [base | knobs], world, tokens_BS[:3], "upcycle")
+        for result, in ranks:
+            torch.testing.assert_close(result["logits"], logits[:3], rtol=0, atol=1e-4)
+            assert result["loss"] == pytest.approx(loss, rel=1e-4)
+            assert result["grads"]["layers.1.moe.experts.w1"].flatten(1).norm(dim=1).unique().numel() == 8
+    mlp = model.model.layers[1].mlp
+    expected = torch.stack([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(), mlp.down_proj.weight.detach()
+    for w1, w2, router in pool.run(4, experts_of, str(folder), dict(base, ep=4), 4):
+        assert w1.shape == (2, 2, 48, 32) and all(torch.equal(own, expected[0]) for own in w1)
+        assert all(torch.equal(own, expected[1]) for own in w2)
+        assert router.std() == pytest.approx(32**-0.5, rel=0.2), "tokens must take different experts"
+
+
+HINDRANCES = {
+    ("upcycle", "llama", "--d_expert=32"): "d_expert=48 there, 32 here (intermediate_size)",
+    ("upcycle", "llama", "--n_head=8"): "n_head=4 there, 8 here (num_attention_heads)",
+    ("upcycle", "llama", "--n_dense_layers=1", "--d_ff=64"): "d_ff=48 there, 64 here (intermediate_size)",
+    ("upcycle", "llama", "--qk_norm=head"): "qk_norm=none there, head here (or it would not begin as the dense",
+    ("upcycle", "llama", "--n_shared_experts=1"): "n_shared_experts=0 there, 1 here (or it",
+    ("upcycle", "llama", "--norm_topk=false"): "norm_topk=True there, False here (or it",
+    ("upcycle", "llama", "--norm_topk=false", "--top_k=1"): "needs top_k=2 or more",
+    ("upcycle", "llama", "--n_mtp=1"): "n_mtp=1, but ",
+    ("upcycle", "mixtral"): "has model_type=mixtral; known are llama, qwen3; init_from=hf:FOLDER takes this one",
+    ("hf", "llama"): "olmoe, deepseek_v3; init_from=upcycle:FOLDER takes this one",
+    ("hf", "deepseek_v3", "--n_mtp=1"): "has no model.layers.3.eh_proj.weight: set n_mtp=0",
+    ("hf", "mixtral", "--n_head=8"): "n_head=4 there, 8 here (num_attention_heads)",
+    ("hf:/nowhere", ""): "/nowhere/config.json: No such file",
+    ("megatron:/x", ""): "is not of the form hf:FOLDER or upcycle:FOLDER",
+}
+
+
+@pytest.mark.parametrize("case", HINDRANCES, ids=" ".join)
+def test_what_does_not_fit_is_named_in_one_line(folders, tokens, case):
+    import checkpoint
+    import settings
+    import train
+    kind, name, *words = case
+    source = f"{kind}:{folders(name)[0]}" if name else kind
+    argv = [*checkpoint.architecture_words(source), f"--init_from={source}", f"--data={tokens}", "--seq_len=16",
+            *words]
+    cfg, problems, _ = settings.parse(train.Config, argv)
+    found, = problems + train.check(cfg, 1)
+    assert HINDRANCES[case] in found and "\n" not in found, found
 
 
 # ---- FP8 ----
