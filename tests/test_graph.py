@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import parallel
 import train
 
 
@@ -82,7 +83,9 @@ def some_steps(knobs, world):
     """→ (whether it was a rerun and sums for the log, per step; evaluations; parameters; replays)."""
     trainer = train.Trainer(harness.config(**knobs), world)
     steps, losses = [], []
-    with graphs_on_a_cpu() if knobs.get("cuda_graph") else contextlib.nullcontext():
+    # sums lie elsewhere than the gradients of this rank, as they do over several ranks
+    apart = harness.replaced(parallel.Group, "start_reduce_scatter", lambda _, x: (x.clone(), parallel._Done))
+    with apart, graphs_on_a_cpu() if knobs.get("cuda_graph") else contextlib.nullcontext():
         for step in range(STEPS):
             with broken(trainer) if step == BROKEN else contextlib.nullcontext():
                 result = trainer.step(step)
