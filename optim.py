@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from memory import within
 from settings import knob
 
 
@@ -182,10 +183,17 @@ class Optimizer:
                 self.state(family)
                 self.adamw.state[family.master]["step"].fill_(count)
 
+    def held(self):
+        """The tensors of a step that outlive it, for memory.Watch."""
+        state = {id(t): t for f in self.families for t in self.state(f).values()}
+        return {"weights": [f.flat for f in self.families], "gradients": [f.grad for f in self.families],
+                "optimizer": list(state.values())}
+
     def zero_grad(self):
         for family in self.families:
             family.grad.zero_()
 
+    @within("optimizer")
     def reduce(self):
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
@@ -193,6 +201,7 @@ class Optimizer:
         squares = sum(square_sum(f.master.grad) for f in self.families if f.answers)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
+    @within("optimizer")
     @torch.no_grad()
     def step(self, lr, norm, skip):
         """One update at rate `lr` with gradients clipped to grad_clip. Where the device scalar `skip` is true
