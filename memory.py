@@ -206,6 +206,14 @@ class Offloaded(Way):
         self.moves = outermost.moves
         outermost.offloaded.append(self)    # which also keeps this until others have saved the results
 
+    def __enter__(self):
+        self.before = len(_leaving)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        settle(self.before)
+
     def keep(self, x):
         if not self.moves or x.nbytes < SMALL or _id(x) in self.weights:
             return x
@@ -222,6 +230,14 @@ class Offloaded(Way):
 
 
 _leaving = []   # (tensor on its way to the host, what to wait for before its memory may serve others)
+
+
+def settle(first=None):
+    """Lets go of the first tensors that left, or of all. (A GPU waits until they have arrived, the host does not.) What
+    one offloaded part sends away has the time of the next one to arrive."""
+    for _, left in _leaving[:first]:
+        left.wait()
+    del _leaving[:first]
 
 
 class Moved:
@@ -252,20 +268,6 @@ class Moved:
             if (kept := kept()) is not None:
                 kept.value = self.back.as_strided(*geometry)
         self.back = self.host = None
-
-
-class Segment(Saving):
-    """One segment of a tape. What left during the one before has this one's time to arrive."""
-
-    def __enter__(self):
-        self.before = len(_leaving)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        for _, left in _leaving[:self.before]:
-            left.wait()
-        del _leaving[:self.before]
 
 
 class _Done:

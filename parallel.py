@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 from kernels import clock, drain_weight_gradients, linear, weight_gradient, weight_gradients_put_off
-from memory import Segment, within
+from memory import Saving, within
 from settings import knob
 
 
@@ -700,7 +700,7 @@ class Tape:
         """Around the forward of a segment, never across a yield: it would leak into the other microbatch."""
         saving = contextlib.nullcontext()
         if self.parts:
-            saving = Segment(self.offloaded[len(self.cuts)], moves=not self.replay)
+            saving = Saving(self.offloaded[len(self.cuts)], moves=not self.replay)
         with torch.set_grad_enabled(self.record), within("recompute" if self.replay else "forward"), saving:
             yield
 

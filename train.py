@@ -388,7 +388,9 @@ class Log:
         local = sum(p.numel() for p in trainer.model.parameters())
         shard = sum(f.master.numel() for f in trainer.optimizer.families)
         size = torch.tensor([], dtype=trainer.dtype).element_size()
-        state = local * (size + 4) + shard * (8 * (cfg.optimizer == "adamw") + 4 * (size < 4))
+        width = lambda dtype: optim.DTYPES[dtype].itemsize
+        moments = 2 * width(cfg.moment_dtype) * (cfg.optimizer == "adamw" and not cfg.offload_optimizer)
+        state = local * (size + width(cfg.grad_dtype)) + shard * (moments + 4 * (size < 4))
         fullest = torch.tensor([local, state], device=trainer.device)   # pipeline stages differ
         local, state = trainer.layout.world.all_reduce(fullest, torch.distributed.ReduceOp.MAX).tolist()
         node, domain = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), parallel.nvl_domain(cfg)

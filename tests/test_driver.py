@@ -358,8 +358,8 @@ def state_of(trainer):
     for i, family in enumerate(trainer.optimizer.families):
         state[f"master {i}"] = family.master.detach().clone()
         if trainer.cfg.optimizer == "adamw":
-            moments = trainer.optimizer.adamw.state[family.master]
-            state |= {f"{k} {i}": torch.as_tensor(v).clone() for k, v in moments.items()}
+            state |= {f"{k} {i}": v.clone() for k, v in family.moments.items()}
+            state["updates"] = trainer.optimizer.count.clone()
     return state
 
 

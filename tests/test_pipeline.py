@@ -168,7 +168,7 @@ def tied_copies(variants, world):
             losses_of(trainer, 3)
         families = [f for f in trainer.optimizer.families if "embedding" in f.params]
         assert len(families) == (first is not None) and all(len(f.params) == 1 for f in families)
-        state = [t.clone() for f in families for k, t in sorted(trainer.optimizer.adamw.state[f.master].items())]
+        state = [t.clone() for f in families for t in f.moments.values()]
         table = trainer.model.embedding
         results.append((trainer.layout.pp.rank, first, None if table is None else table.detach().clone(), state))
     return results
