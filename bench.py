@@ -170,7 +170,7 @@ def check(argv):
                               aux_loss_coef=0.0, z_loss_coef=0.0, bias_update_rate=0.0, precision="fp32")
     norm, gradients, losses = gradients_and_losses(cfg, world, cfg.steps)
     if int(os.environ["RANK"]) == 0:
-        one = dataclasses.replace(parallel.one_rank(cfg), recompute=())
+        one = dataclasses.replace(parallel.one_rank(cfg), recompute=(), offload=())
         ref_norm, ref_gradients, ref_losses = gradients_and_losses(one, 1, cfg.steps)
         apart = lambda a, b: abs(a - b) / max(abs(a), 1e-30)
         rows = [{"what": f"loss, {cfg.steps} steps", "difference": max(map(apart, ref_losses, losses))},

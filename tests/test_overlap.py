@@ -263,7 +263,8 @@ def trace(tokens, knobs, sabotage=""):
                           timeout=200)
 
 
-@pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("full",)),
+@pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("norm", "moe_act", "attn", "full"),
+                                           moment_dtype="bf16", grad_dtype="bf16"),
                                   dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position")],
                          ids=["expert", "rank", "tp"])
 def test_a_step_with_capacity_reads_nothing(tokens, more):
