@@ -60,18 +60,18 @@ def part(cfg, name, function, *args):
         recompute, offload = name in cfg.recompute, name in cfg.offload
         if not (recompute or offload) or not torch.is_grad_enabled():
             return function(*args)
-        with contextlib.ExitStack() as ways:
+        with contextlib.ExitStack() as policies:
             if offload:
-                way = ways.enter_context(Offloaded(function))
+                policy = policies.enter_context(Offloaded(function))
             if recompute:   # inside the other, which moves the arguments
-                way = ways.enter_context(Recomputed(function, args))
+                policy = policies.enter_context(Recomputed(function, args))
             results = function(*args)
-        way.answer_for(results, args)
+        policy.answer_for(results, args)
         return results
 
 
 _open = []                                      # what decides about saved tensors now, innermost last
-_makers = weakref.WeakValueDictionary()         # storage → the way of the part whose result it is
+_makers = weakref.WeakValueDictionary()         # storage → the policy of the part whose result it is
 
 
 def _id(x):
@@ -132,7 +132,7 @@ class Saving:
         _open.pop()
 
 
-class Way(Saving):
+class Policy(Saving):
     """What becomes of a part's tensors."""
 
     def answer_for(self, results, args):
@@ -145,7 +145,7 @@ class Way(Saving):
         _makers.update(dict.fromkeys(self.results, self))
 
 
-class Recomputed(Way):
+class Recomputed(Policy):
     repeats = True
 
     def __init__(self, function, args):
@@ -196,7 +196,7 @@ class _Replay(Saving):
 SMALL = 2**16   # bytes; fewer are not worth a copy
 
 
-class Offloaded(Way):
+class Offloaded(Policy):
     def __init__(self, function):
         super().__init__()
         owner = getattr(function, "__self__", function)

@@ -260,7 +260,8 @@ class Optimizer:
         masters, *averages, grads = map(list, zip(*portion))
         device = grads[0].device
         # what is fp32 and on the device is updated where it lies
-        wide = [[t.to(device, torch.float32, non_blocking=True) for t in moments] for moments in averages]
+        wide = [[(t if t.device == device else t.to(device, non_blocking=True)).float() for t in moments]
+                for moments in averages]
         adamw(masters, grads, *wide, [], list(self.count.repeat(len(grads)).unbind()), fused=True, found_inf=found_inf,
               amsgrad=False, maximize=False, lr=lr, beta1=self.cfg.beta1, beta2=self.cfg.beta2, weight_decay=decay,
               eps=self.cfg.eps)
