@@ -6,6 +6,7 @@
     python bench.py kernels --tune                            on a GPU: proposes entries of kernels.TILES
     python bench.py ab "--overlap=none" "--overlap=pair"      any two variants, alternated in one run
     python bench.py overlap                                   what overlap hides on a network slowed down on purpose
+    python bench.py memory config/deepseek_v3.py              what a block keeps for backward, by recompute and offload
 
 Every command takes --help, and --json=FILE to keep what it prints. A figure is a median of repeated runs on an
 idle machine and names its device. On a CPU `kernels` measures the torch back-end at a fraction of the rows and
@@ -18,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -32,8 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernels
+import memory
 import optim
 import parallel
 import train
@@ -165,7 +170,7 @@ def check(argv):
                               aux_loss_coef=0.0, z_loss_coef=0.0, bias_update_rate=0.0, precision="fp32")
     norm, gradients, losses = gradients_and_losses(cfg, world, cfg.steps)
     if int(os.environ["RANK"]) == 0:
-        one = dataclasses.replace(parallel.one_rank(cfg), recompute=())
+        one = dataclasses.replace(parallel.one_rank(cfg), recompute=(), offload=())
         ref_norm, ref_gradients, ref_losses = gradients_and_losses(one, 1, cfg.steps)
         apart = lambda a, b: abs(a - b) / max(abs(a), 1e-30)
         rows = [{"what": f"loss, {cfg.steps} steps", "difference": max(map(apart, ref_losses, losses))},
@@ -602,8 +607,97 @@ def overlap_on_a_rank(cfg, world):
 
 
 # --------------------------------------------------------------------------------------------------
+# memory: what a block keeps for backward
 
-COMMANDS = {"check": check, "kernels": kernels_command, "ab": ab, "overlap": overlap}
+
+@dataclass
+class BlockMemoryConfig(train.Config):
+    """Knobs of `python bench.py memory`; what recompute and offload ask for gets a line of its own."""
+
+    program = "bench.py memory"
+
+    json: str = knob("", "file for the figures")
+
+
+def middle_stage(cfg, dense):
+    """`cfg` with one block on each of three pipeline stages, of which the middle one holds nothing else, and static
+    shapes: no kernel runs, so nobody could say how many rows a dropless exchange brings."""
+    return dataclasses.replace(cfg, n_layer=3, n_dense_layers=3 if dense else 0, pp=3, vpp=1, pp_layout=(), etp=cfg.etp,
+                               ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1, nvl_domain=0,
+                               capacity_factor=cfg.capacity_factor or 1.0)
+
+
+def check_block(cfg):
+    plane = math.lcm(cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1))
+    parts = [part.check(cfg) for part in (memory, train.dispatch, train.moe, train.models)]
+    return sum(parts, parallel.check(middle_stage(cfg, False), 3 * plane))
+
+
+def pretend(cfg):
+    """Makes this process the first rank of the middle stage of ranks that do not exist."""
+    plane = math.lcm(cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=plane, world_size=3 * plane)
+    kernels.SWIGLU_ROWS = 2**13     # there is no cache to stay in, and fewer blocks are traced sooner
+
+
+def block_memory(cfg):
+    """Bytes of one block's forward and backward on one microbatch, from shapes alone: what it keeps between the two
+    (apart from its input, which it keeps whatever the knobs say), what waits on the host, the peak of both."""
+    world, cpu = torch.distributed.get_world_size(), torch.device("cpu")
+    layout = parallel.Layout(parallel.sizes_of(cfg, world), cpu)
+    dtype = torch.float32 if cfg.precision == "fp32" else torch.bfloat16
+    with FakeTensorMode():
+        with torch.device("meta"):
+            model = train.models.Model(cfg, layout)
+        optimizer = optim.Optimizer(cfg, model, layout, dtype, cpu)
+        tokens = torch.zeros(cfg.micro_batch, cfg.seq_len, dtype=torch.int64)
+        here = cfg.micro_batch * cfg.seq_len // (cfg.cp * cfg.tp)
+        slots = train.dispatch.capacity(cfg, here, train.dispatch.sharing(cfg, layout.ep.size))
+        batch = train.moe.Batch(layout, tokens, tokens, slots, aux_scale=1.0)
+        x_TD, dy_TD = (torch.empty(here, cfg.d_model, dtype=dtype) for _ in range(2))
+        tape = parallel.Tape()
+        tape.inlet, entered = parallel.Inlet.enter(x_TD)
+        with memory.Watch(cpu, **optimizer.held(), stream=[x_TD, dy_TD]) as watch:
+            parallel.together(tape.forward(model(batch, 0, entered)))
+            del entered
+            memory.settle()
+            kept, host = watch.total, watch.totals[memory.HOST]
+            parallel.together(tape.backward(dy_TD))
+    return kept, host, watch.peak
+
+
+def memory_command(argv):
+    """What would one block of my model keep for backward, and what does each choice save?"""
+    cfg = load(BlockMemoryConfig, argv, check_block)
+    pretend(cfg)
+    rows = []
+    for dense in [False, True][:1 + (cfg.n_dense_layers > 0)]:
+        parts = [p for p in memory.PARTS if (p != "mla_up" or cfg.attention == "mla")
+                 and p not in (("moe", "moe_act") if dense else ("mlp",))]
+        cheap = tuple(p for p in parts if p in ("norm", "moe_act", "mla_up"))
+        choices = [((), ()), *(((p,), ()) for p in [*parts, "full"]), (cheap, ()), *(((), (p,)) for p in parts)]
+        choices += [(cfg.recompute, cfg.offload)] * bool(cfg.recompute + cfg.offload)
+        for recompute, offload in choices:
+            chosen = dataclasses.replace(middle_stage(cfg, dense), recompute=recompute, offload=offload)
+            kept, host, peak = block_memory(chosen)
+            name = " ".join(f"{knob}={','.join(value)}" for knob, value in (("recompute", recompute),
+                                                                          ("offload", offload)) if value)
+            rows.append({"block": "dense" if dense else "MoE", "choice": name or "keep everything",
+                         "kept MB": kept / 1e6, "saved MB": None if not name else (none - kept) / 1e6,
+                         "host MB": host / 1e6, "peak MB": peak / 1e6})
+            none = none if name else kept
+    torch.distributed.destroy_process_group()
+    print(f"one block, {cfg.micro_batch or 1}×{cfg.seq_len} tokens, tp {cfg.tp}, cp {cfg.cp}, ep {max(cfg.ep, 1)}, etp "
+          f"{cfg.etp}, {chosen.capacity_factor} times the balanced share of slots; kept: apart from its input")
+    print(*table(rows, {"block": "", "choice": "", "kept MB": ",.1f", "saved MB": ",.1f", "host MB": ",.1f",
+                        "peak MB": ",.1f"}), sep="\n")
+    write_json(cfg.json, rows)
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+
+COMMANDS = {"check": check, "kernels": kernels_command, "ab": ab, "overlap": overlap, "memory": memory_command}
 
 
 def main(argv):

@@ -142,7 +142,7 @@ def _whole(family, shard, start, count):
     if start // family.shard_size == (end - 1) // family.shard_size:
         return shard[start - own.start:end - own.start] if low < high else None
     # Bytes, because a sum of floats would turn -0 into 0; all other owners add zeros.
-    whole = shard.new_zeros(count)
+    whole = shard.new_zeros(count, device=family.grad.device)   # (averages may wait on the host)
     if low < high:
         whole[low - start:high - start] = shard[low - own.start:high - own.start]
     family.owner.all_reduce(whole.view(torch.uint8))

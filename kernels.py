@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from memory import within
 from settings import knob
 
 # Not imported where it is used, as other optional packages are: a kernel finds its names in its module.
@@ -257,6 +258,7 @@ def after_weight_gradients(call):
     _queue.append((None, call))
 
 
+@within("weight gradients")
 @torch.no_grad()
 def drain_weight_gradients():
     """Computes what was put off, in the order in which it would have been computed."""
@@ -271,17 +273,18 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x_TD, w_FD):
         ctx.weight = w_FD   # the parameter itself: what was saved comes back without its .grad
         ctx.save_for_backward(x_TD, w_FD)
-        return F.linear(x_TD, w_FD)
+        return F.linear(x_TD.to(w_FD.dtype), w_FD)
 
     @staticmethod
     def backward(ctx, dy_TF):
         x_TD, w_FD = ctx.saved_tensors
-        dx_TD = dy_TF @ w_FD if ctx.needs_input_grad[0] else None
-        return dx_TD, weight_gradient(ctx.weight, lambda: dy_TF.t() @ x_TD) if ctx.needs_input_grad[1] else None
+        dx_TD = (dy_TF @ w_FD).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+        product = lambda: dy_TF.t() @ x_TD.to(dy_TF.dtype)
+        return dx_TD, weight_gradient(ctx.weight, product) if ctx.needs_input_grad[1] else None
 
 
 def linear(x_TD, w_FD):
-    """x_TD @ w_FD.T, whose weight gradient may be put off."""
+    """x_TD @ w_FD.T in the weight's precision, whose weight gradient may be put off. x is kept as it is."""
     return _Linear.apply(x_TD, w_FD)
 
 
@@ -506,8 +509,30 @@ def swiglu(h_R2F, p_R=None):
     return _SwiGLU.apply(h_R2F, p_R)
 
 
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x and one number per row, as torch's own does on a GPU. On a CPU that would keep two more copies of x."""
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_D, eps):
+        x = x_TD.float()
+        scale_T1 = torch.linalg.vecdot(x, x)[..., None].div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_TD, weight_D, scale_T1)
+        return (x * scale_T1).mul_(weight_D).to(x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx, dy_TD):
+        x_TD, weight_D, scale_T1 = ctx.saved_tensors
+        x, dy = x_TD.float() * scale_T1, dy_TD.float()
+        dweight_D = (dy * x).flatten(0, -2).sum(0).to(weight_D.dtype)
+        dy = dy * weight_D
+        dy -= x.mul_(torch.linalg.vecdot(dy, x)[..., None] / x.shape[-1])
+        return dy.mul_(scale_T1).to(x_TD.dtype), dweight_D, None
+
+
 def rms_norm(x_TD, weight_D, eps):
-    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    if x_TD.is_cuda:
+        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    return _RMSNorm.apply(x_TD, weight_D, eps)
 
 
 # --------------------------------------------------------------------------------------------------

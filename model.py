@@ -28,6 +28,7 @@ import moe
 import parallel
 from dispatch import DispatchConfig
 from kernels import KernelConfig, linear, rms_norm, use
+from memory import MemoryConfig, part
 from moe import Batch, FeedForward, MoE
 from parallel import (Begin, Loss, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank,
                       row_linear, scatter, stage_layers, sum_over, together, zigzag_runs)
@@ -198,8 +199,8 @@ class SplitRMSNorm(RMSNorm):
 
 
 def attend(q_BSHd, k_BPHd, v_BPHd, first, end, scale=None):
-    """Causal attention of queries at positions first to end - 1 to all keys before `end`. Values may be narrower
-    than keys. scale: of the scores; None: d^-0.5."""
+    """Causal attention of queries at positions first to end - 1 to all keys before `end`. scale: of the scores;
+    None: d^-0.5."""
     k, v = k_BPHd[:, :end], v_BPHd[:, :end]
     mask = None
     if first and q_BSHd.is_cuda:    # queries are the last of the keys; this object spares the flash kernel a mask
@@ -207,12 +208,16 @@ def attend(q_BSHd, k_BPHd, v_BPHd, first, end, scale=None):
         mask = causal_lower_right(end - first, end)
     elif first:
         mask = torch.arange(first, end)[:, None] >= torch.arange(end)
-    width = v.shape[-1]
-    if q_BSHd.is_cuda and width < k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - width))      # the flash kernel takes one width only
     y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q_BSHd, k, v)), attn_mask=mask, scale=scale,
                                        is_causal=mask is None, enable_gqa=q_BSHd.shape[2] != k.shape[2])
-    return y[..., :width].transpose(1, 2)
+    return y.transpose(1, 2)
+
+
+def attend_zigzag(q_BSHd, k_BPHd, v_BPHd, cp, scale=None):
+    """Causal attention of this context-parallel rank's queries to the whole sequence's keys."""
+    runs = zigzag_runs(k_BPHd.shape[1], cp.rank, cp.size)
+    found = [attend(q, k_BPHd, v_BPHd, *run, scale) for q, run in zip(q_BSHd.chunk(len(runs), 1), runs)]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 class Attention(nn.Module):
@@ -222,7 +227,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg, layout):
         super().__init__()
-        D, d = cfg.d_model, head_width(cfg)
+        D, d, self.cfg = cfg.d_model, head_width(cfg), cfg
         self.d, self.qk_norm, self.tp, self.cp = d, cfg.qk_norm, layout.tp, layout.cp
         H, kv = cfg.n_head // layout.tp.size, cfg.n_kv_head or cfg.n_head
         self.kv_split = kv % layout.tp.size == 0
@@ -239,6 +244,10 @@ class Attention(nn.Module):
             self.k_norm = SplitRMSNorm(kv * d, cfg.norm_eps, layout.tp if self.kv_split else layout.alone)
 
     def forward(self, x_TD, batch):
+        return row_linear(part(self.cfg, "attn", self.heads, x_TD, batch), self.wo, self.tp)
+
+    def heads(self, x_TD, batch):
+        """What all of this rank's heads found, side by side: [G, H·d]."""
         B, S = batch.shape
         # a norm over all heads needs all of them, before a rank picks its own
         pick = slice(self.kv_first * self.d, (self.kv_first + self.kv) * self.d)
@@ -251,9 +260,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, batch.rope), rotate(k, batch.rope)
         k, v = gather_sequence([k, v], self.cp)
-        runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
-        y = torch.cat([attend(part, k, v, *run) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
-        return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
+        return attend_zigzag(q, k, v, self.cp).reshape(B * S, -1)
 
 
 class LatentAttention(nn.Module):
@@ -265,7 +272,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, cfg, layout):
         super().__init__()
-        D, H, self.tp, self.cp = cfg.d_model, cfg.n_head // layout.tp.size, layout.tp, layout.cp
+        D, H, self.cfg, self.tp, self.cp = cfg.d_model, cfg.n_head // layout.tp.size, cfg, layout.tp, layout.cp
         self.latent, self.parts, self.d_v = cfg.kv_lora_rank, (cfg.d_nope, cfg.d_rope), cfg.d_v
         if cfg.q_lora_rank:
             self.wq_a = nn.Parameter(torch.empty(cfg.q_lora_rank, D))
@@ -283,38 +290,46 @@ class LatentAttention(nn.Module):
         self.scale = head_width(cfg) ** -0.5 * size ** 2
 
     def forward(self, x_TD, batch):
-        (B, S), (N, R) = batch.shape, self.parts
-        from_TL = x_TD if self.wq_a is None else self.q_norm(F.linear(x_TD, self.wq_a))
-        q, = column_linear(from_TL, [self.wq], self.tp)
-        q_nope, q_rope = q.view(B, S, -1, N + R).split([N, R], -1)
-        q = torch.cat([q_nope, rotate_pairs(q_rope, batch.rope)], -1)
+        return row_linear(part(self.cfg, "attn", self.heads, x_TD, batch), self.wo, self.tp)
+
+    def heads(self, x_TD, batch):
+        """What all of this rank's heads found, side by side: [G, H·d_v]."""
+        (B, S), R = batch.shape, self.parts[1]
+        from_TL = x_TD if self.wq_a is None else part(self.cfg, "norm", self.q_norm, F.linear(x_TD, self.wq_a))
         latent_TL, key_TR = F.linear(x_TD, self.wkv_a).split([self.latent, R], -1)
         sent = gather(torch.cat([self.kv_norm(latent_TL), key_TR], -1), self.tp)
         latent_BSL, key_BSR = sent.view(B, S, -1).split([self.latent, R], -1)
         key_BSR = rotate_pairs(key_BSR[:, :, None], batch.rope)[:, :, 0]    # here positions are still this rank's
-        sent, = gather_sequence([torch.cat([latent_BSL, key_BSR], -1)], self.cp)
-        latent_BPL, key_BPR = sent.split([self.latent, R], -1)
+        sent_BPL, = gather_sequence([torch.cat([latent_BSL, key_BSR], -1)], self.cp)
+        q, k, v = part(self.cfg, "mla_up", self.up, from_TL, sent_BPL, batch)
+        return attend_zigzag(q, k, v, self.cp, self.scale)[..., :self.d_v].reshape(B * S, -1)
+
+    def up(self, from_TL, sent_BPL, batch):
+        """Queries, keys and values of this rank's heads, all as wide as keys, out of their latents."""
+        (B, S), (N, R) = batch.shape, self.parts
+        q, = column_linear(from_TL, [self.wq], self.tp)
+        q_nope, q_rope = q.view(B, S, -1, N + R).split([N, R], -1)
+        q = torch.cat([q_nope, rotate_pairs(q_rope, batch.rope)], -1)
+        latent_BPL, key_BPR = sent_BPL.split([self.latent, R], -1)
         kv = F.linear(latent_BPL, self.wkv).unflatten(-1, (-1, N + self.d_v))
         k_nope, v = kv.split([N, self.d_v], -1)
         k = torch.cat([k_nope, key_BPR[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
-        runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
-        y = torch.cat([attend(part, k, v, *run, self.scale) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
-        return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
+        return q, k, F.pad(v, (0, max(N + R - self.d_v, 0)))    # flash kernels take one width only
 
 
 class Block(nn.Module):
     def __init__(self, cfg, layout, dense):
         super().__init__()
-        attention = LatentAttention if cfg.attention == "mla" else Attention
+        self.cfg, attention = cfg, LatentAttention if cfg.attention == "mla" else Attention
         self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout)
         self.norm2 = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.mlp = FeedForward(cfg.d_model, cfg.d_ff, layout.tp) if dense else None
+        self.mlp = FeedForward(cfg, cfg.d_ff, layout.tp, "mlp") if dense else None
         self.moe = None if dense else MoE(cfg, layout)
 
     def forward(self, x_TD, batch, plan=None):
         """Coroutine."""
-        x_TD = x_TD + self.attention(self.norm1(x_TD), batch)
-        h_TD = self.norm2(x_TD)
+        x_TD = x_TD + self.attention(part(self.cfg, "norm", self.norm1, x_TD), batch)
+        h_TD = part(self.cfg, "norm", self.norm2, x_TD)
         if self.mlp is not None:
             return x_TD + self.mlp(h_TD)
         return (yield from self.moe(x_TD, h_TD, batch, plan))
@@ -428,14 +443,15 @@ class Model(nn.Module):
         if not self.is_last(chunk):
             return x_TD
         tp, (B, S) = self.layout.tp, batch.shape
-        x_TD, head = self.norm(x_TD), self.embedding if self.head is None else self.head
+        x_TD, head = part(self.cfg, "norm", self.norm, x_TD), self.embedding if self.head is None else self.head
         if batch.labels_G is not None:
             losses = [(yield from self.loss(x_TD, head, batch))]
             for i in self.mtp if batch.n_mtp else ():
                 module, rope, batch = (yield from self.begin(i)), batch.rope, batch.ahead
                 batch.rope = rope       # positions stay, tokens and labels go on
                 x_TD = module.enter(self.embed(batch.tokens_G), x_TD)
-                x_TD = module.norm((yield from self.through(module, x_TD, batch)))
+                x_TD = yield from self.through(module, x_TD, batch)
+                x_TD = part(self.cfg, "norm", module.norm, x_TD)
                 losses.append((yield from self.loss(x_TD, head, batch)))
             return torch.stack(losses)
         here_S = (batch.positions_S == batch.last).to(x_TD.dtype)   # one context-parallel rank has the position
@@ -595,7 +611,7 @@ def flops_per_token(cfg, kept=1.0):
 
 
 @dataclass
-class Architecture(KernelConfig, parallel.ParallelConfig, DispatchConfig, moe.MoEConfig, ModelConfig):
+class Architecture(KernelConfig, MemoryConfig, parallel.ParallelConfig, DispatchConfig, moe.MoEConfig, ModelConfig):
     """The knobs of which a model is made."""
 
 

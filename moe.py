@@ -18,7 +18,8 @@ from torch import nn
 
 from dispatch import Plan, by_expert, by_source, combine, dispatch, sharing
 from kernels import grouped_gemm, linear, swiglu
-from parallel import Exchange, Layout, Loss, column_linear, recomputed, row_linear, to_device, zigzag
+from memory import part
+from parallel import Exchange, Layout, Loss, column_linear, row_linear, to_device, zigzag
 from settings import knob
 
 
@@ -165,7 +166,7 @@ class Router(nn.Module):
         """→ experts_TK (-1: not routed), weights_TK, scores_TE, logits_TE. Pass experts_TK to keep an
         earlier choice: a recompute must not route again, or rounding could break a tie the other way."""
         cfg = self.cfg
-        logits_TE = linear(x_TD.float(), self.weight)
+        logits_TE = linear(x_TD, self.weight)     # in fp32, as the weight is
         scores_TE = self.scores(logits_TE)
         if experts_TK is None:
             if cfg.force_balance:
@@ -210,7 +211,7 @@ class Experts(nn.Module):
 
     def __init__(self, cfg, layout):
         super().__init__()
-        L, F = cfg.num_experts // layout.ep.size, cfg.d_expert // layout.etp.size
+        L, F, self.cfg = cfg.num_experts // layout.ep.size, cfg.d_expert // layout.etp.size, cfg
         self.first = L * layout.ep.rank
         self.w1 = nn.Parameter(torch.empty(L, 2, F, cfg.d_model))
         self.w2 = nn.Parameter(torch.empty(L, cfg.d_model, F))
@@ -218,24 +219,30 @@ class Experts(nn.Module):
     def forward(self, rows_QD, weights_Q, plan):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
         backward needs no expert output. The first product gathers its rows itself."""
+        y_RF = part(self.cfg, "moe", self.hidden, rows_QD, weights_Q, plan)
+        return by_source(grouped_gemm(y_RF, self.w2, plan.groups), plan)
+
+    def hidden(self, rows_QD, weights_Q, plan):
         p_R = by_expert(weights_Q, plan)
         h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows())
-        y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.groups)
-        return by_source(y_RD, plan)
+        return part(self.cfg, "moe_act", swiglu, h_R2F, p_R)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, cut along F over `group`: w1 [2, F, D] (gate, up), w2 [D, F]."""
+    """SwiGLU, cut along F over `group`: w1 [2, F, D] (gate, up), w2 [D, F]. name: of its part in the block."""
 
-    def __init__(self, d_model, d_ff, group):
+    def __init__(self, cfg, d_ff, group, name):
         super().__init__()
-        self.group, F = group, d_ff // group.size
-        self.w1 = nn.Parameter(torch.empty(2, F, d_model))
-        self.w2 = nn.Parameter(torch.empty(d_model, F))
+        self.cfg, self.name, self.group, F = cfg, name, group, d_ff // group.size
+        self.w1 = nn.Parameter(torch.empty(2, F, cfg.d_model))
+        self.w2 = nn.Parameter(torch.empty(cfg.d_model, F))
 
     def forward(self, x_TD):
+        return row_linear(part(self.cfg, self.name, self.hidden, x_TD), self.w2, self.group)
+
+    def hidden(self, x_TD):
         h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group)
-        return row_linear(swiglu(h_G2F), self.w2, self.group)
+        return swiglu(h_G2F)
 
 
 class MoE(nn.Module):
@@ -246,8 +253,8 @@ class MoE(nn.Module):
         self.router = Router(cfg)
         self.experts = Experts(cfg, layout)
         # whole on every rank, for its own tokens
-        self.shared = FeedForward(cfg.d_model, cfg.n_shared_experts * cfg.d_expert,
-                                  layout.alone) if cfg.n_shared_experts else None
+        self.shared = FeedForward(cfg, cfg.n_shared_experts * cfg.d_expert, layout.alone,
+                                  "moe") if cfg.n_shared_experts else None
 
     def forward(self, x_TD, h_TD, batch, plan=None):
         """Coroutine: x_TD plus the layer's output for h_TD. `plan` comes from an earlier pass when this one
@@ -271,9 +278,7 @@ class MoE(nn.Module):
         rows, weights, x_TD, *shared = yield Exchange(
             "out", plan, rows, weights, carry=(x_TD,), beside=self.shared and (self.shared, h_TD),
             observe=observe)
-        experts = recomputed if "moe" in cfg.recompute else lambda f, *args: f(*args)
-        rows = experts(self.experts, rows, weights, plan)
-        rows, x_TD = yield Exchange("back", plan, rows, carry=(sum(shared, x_TD),))
+        rows, x_TD = yield Exchange("back", plan, self.experts(rows, weights, plan), carry=(sum(shared, x_TD),))
         return x_TD + combine(rows, plan)
 
     def _members(self, batch):

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
+from memory import within
 from settings import knob
 
 
@@ -38,6 +40,10 @@ class OptimConfig:
     eps: float = knob(1e-8, "AdamW's epsilon", least=0)
     weight_decay: float = knob(0.1, "AdamW's decay of matrices; norms have none", least=0)
     grad_clip: float = knob(1.0, "largest global gradient norm; 0: no clipping", least=0)
+    moment_dtype: str = knob("fp32", "AdamW's averages are kept in it", choices=("fp32", "bf16"))
+    grad_dtype: str = knob("fp32", "gradients are summed in it, over microbatches and ranks (the router's always in "
+                           "fp32)", choices=("fp32", "bf16"))
+    offload_optimizer: bool = knob(False, "AdamW's averages wait in the host's memory for the update")
 
 
 def check(cfg):
@@ -82,15 +88,38 @@ def buckets(model):
             first_of[i] = first
             size += sum(p.numel() for p in model.layers[str(i)].parameters())
     return first_of
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def dice(count, updates):
+    """A random 16-bit number for each of `count` places, int32: a hash of the place and of how many `updates` there
+    were (a tensor). So it can be repeated, and there is no state to keep."""
+    mixed = torch.arange(count, dtype=torch.int32, device=updates.device).mul_(0x27D4EB2F)
+    mixed += updates.int() * 0x165667B1
+    mixed ^= mixed >> 15
+    mixed *= 0x2C1B3C6D
+    return (mixed >> 16).bitwise_and_(0xFFFF)
+
+
+def round_at_random(x, dice):
+    """fp32 to bf16, up with the probability that makes the mean right. An average that moves by less than half a unit
+    in bf16's last place, 0.4 %, would else stand still: with beta2=0.999 it could grow but hardly ever fall."""
+    # the dice are added to the 16 bits that bf16 has not, and carry over or are lost
+    return (x.view(torch.int32) + dice).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+# Elements of a shard that are updated at once where a copy of its averages is made for it: what a CPU's cache holds
+BLOCK = {"cpu": 2**17, "cuda": 2**24}
 
 
 class Family:
     """Parameters that are reduced, updated and gathered as one. `ends`: the two pipeline stages that both hold
     them, or None. Such a family has the same members and owners on both, hence the same shards."""
 
-    def __init__(self, owner, dtype, decays, ends=None):
+    def __init__(self, owner, dtype, decays, ends=None, grad_dtype=torch.float32):
         self.owner, self.dtype, self.decays, self.ends, self.slots = owner, dtype, decays, ends, []
         self.stale, self.gathering, self.reducing = False, None, None
+        self.grad_dtype = grad_dtype
 
     def allocate(self, named, device):
         """Gives `named` meta parameters their place: → {name: parameter}. Starts are aligned to 16 elements
@@ -102,12 +131,12 @@ class Family:
         self.shard_size = -(-end // self.owner.size)
         size = self.shard_size * self.owner.size
         self._flat = torch.zeros(size, dtype=self.dtype, device=device)
-        self.grad = torch.zeros(size, dtype=torch.float32, device=device)
+        self.grad = torch.zeros(size, dtype=self.grad_dtype, device=device)
         self.own = slice(self.owner.rank * self.shard_size, (self.owner.rank + 1) * self.shard_size)
         self.params = {}
         for (name, _), view, grad in zip(named, self.split(self._flat), self.split(self.grad)):
             self.params[name] = param = nn.Parameter(view)
-            param.grad_dtype = torch.float32    # bf16 parameters accumulate into the fp32 buffer in place
+            param.grad_dtype = self.grad_dtype  # bf16 parameters accumulate into the fp32 buffer in place
             param.grad = grad
         # The fp32 master: the flat buffer itself where it is fp32 already.
         self.master = nn.Parameter(self._flat[self.own].float())
@@ -136,8 +165,9 @@ class Family:
     def finish_reduce(self):
         """This rank's shard of the sum becomes the master's gradient."""
         self.start_reduce()
-        (self.master.grad, work), self.reducing = self.reducing, None
+        (grad, work), self.reducing = self.reducing, None
         work.wait()
+        self.master.grad = grad.float()
         if self.ends:
             self.ends.all_reduce(self.master.grad)
 
@@ -173,16 +203,17 @@ class Optimizer:
         model.fetch = self.fetch
         for name, param in model.named_parameters():
             # a parameter made fp32 on purpose (the router) stays so in a bf16 model
-            kind = torch.float32 if ".router." in name else dtype
+            router = ".router." in name
+            kind, grad_dtype = (torch.float32,) * 2 if router else (dtype, DTYPES[cfg.grad_dtype])
             ends = layout.ends if model.on_both_ends(name) else None
             block = int(name.split(".")[1]) if name.startswith("layers.") else None
             owner = layout.owners[tuple(model.shards(name))]
-            key = self.first_of.get(block), owner.ranks, kind, param.ndim > 1, ends
+            key = self.first_of.get(block), owner.ranks, kind, param.ndim > 1, ends, grad_dtype
             named.setdefault(key, (owner, []))[1].append((name, param))
         self.families, self.of_bucket = [], {}
         # in the order in which forward needs them: the embedding and what else is outside of blocks, then the blocks
-        for (bucket, _, kind, decays, ends), (owner, members) in sorted(named.items(), key=lambda f: f[0][0] is not None):
-            family = Family(owner, kind, decays, ends)
+        for (bucket, _, *kind), (owner, members) in sorted(named.items(), key=lambda f: f[0][0] is not None):
+            family = Family(owner, *kind)
             self.of_bucket.setdefault(bucket, []).append(family)
             for name, param in family.allocate(members, device).items():
                 path, _, leaf = name.rpartition(".")
@@ -191,11 +222,11 @@ class Optimizer:
         for name, buffer in model.named_buffers():
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
-        if cfg.optimizer == "adamw":
-            self.adamw = torch.optim.AdamW(
-                [{"params": [f.master], "weight_decay": cfg.weight_decay if f.decays else 0.0}
-                 for f in self.families],
-                lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+        self.count = torch.zeros((), device=device)     # updates, without those that were skipped
+        host = dict(device="cpu", pin_memory=device.type == "cuda") if cfg.offload_optimizer else dict(device=device)
+        for family in self.families if cfg.optimizer == "adamw" else ():
+            family.moments = {name: torch.zeros(family.shard_size, dtype=DTYPES[cfg.moment_dtype], **host)
+                              for name in ("exp_avg", "exp_avg_sq")}
 
     def start(self):
         """Call when the model's parameters have their values."""
@@ -207,28 +238,25 @@ class Optimizer:
         under "exp_avg." and "exp_avg_sq."."""
         shards = {"": family.master.detach()}
         if self.cfg.optimizer == "adamw":
-            moments = self.adamw.state[family.master]
-            if not moments:     # as AdamW itself would begin them in its first step
-                moments["step"] = torch.zeros((), dtype=torch.float32, device=family.master.device)
-                moments |= {name: torch.zeros_like(shards[""]) for name in ("exp_avg", "exp_avg_sq")}
-            shards |= {f"{name}.": moments[name] for name in ("exp_avg", "exp_avg_sq")}
+            if self.cfg.offload_optimizer and family.master.is_cuda:    # they may be on their way to the host
+                torch.cuda.current_stream().synchronize()
+            shards |= {f"{name}.": moment for name, moment in family.moments.items()}
         return shards
 
     @property
     def updates(self):
         """How many updates AdamW counts: steps without those that were skipped."""
-        if self.cfg.optimizer != "adamw":
-            return 0
-        first = self.families[0]
-        self.state(first)
-        return int(self.adamw.state[first.master]["step"])
+        return int(self.count)
 
     @updates.setter
     def updates(self, count):
-        if self.cfg.optimizer == "adamw":
-            for family in self.families:
-                self.state(family)
-                self.adamw.state[family.master]["step"].fill_(count)
+        self.count.fill_(count)
+
+    def held(self):
+        """The tensors of a step that outlive it, for memory.Watch."""
+        state = {id(t): t for f in self.families for t in self.state(f).values()}
+        return {"weights": [f._flat for f in self.families], "gradients": [f.grad for f in self.families],
+                "optimizer": list(state.values())}
 
     def start_gather(self):
         """A step begins: updated parameters set out, in the order in which forward needs them."""
@@ -258,6 +286,7 @@ class Optimizer:
                 if self.cfg.overlap == "none":
                     family.reducing[1].wait()
 
+    @within("optimizer")
     def reduce(self):
         """Sums every gradient over its owners. Returns the global gradient norm, a scalar on the device."""
         for family in self.families:
@@ -267,6 +296,7 @@ class Optimizer:
         squares = sum(square_sum(f.master.grad) for f in self.families if f.answers)
         return self.layout.world.all_reduce(squares).sqrt().float()
 
+    @within("optimizer")
     @torch.no_grad()
     def step(self, lr, norm, skip):
         """One update at rate `lr` with gradients clipped to grad_clip. Where the device scalar `skip` is true
@@ -275,10 +305,9 @@ class Optimizer:
             for family in self.families:
                 family.master.grad.mul_((self.cfg.grad_clip / (norm + 1e-6)).clamp_max(1))
         if self.cfg.optimizer == "adamw":
-            self.adamw.found_inf = skip.float()
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
+            for decays, portion in self._portions():
+                self._adamw(portion, lr, self.cfg.weight_decay if decays else 0.0, skip.float())
+            self.count += 1 - skip.float()
         else:
             for family in self.families:
                 family.master.copy_(torch.where(skip, family.master, family.master - lr * family.master.grad))
@@ -288,6 +317,34 @@ class Optimizer:
         """The masters were written: parameters follow when they are next used."""
         for family in self.families:
             family.stale = True
+
+    def _portions(self):
+        """(do they decay, [(master, its averages, gradient)]) of what is updated at once: everything, if averages are
+        in fp32 and on the device, else a block after the other, to make copies of."""
+        at_once = self.cfg.moment_dtype == "fp32" and not self.cfg.offload_optimizer
+        for decays in (True, False):
+            shards = [(f.master.detach(), *f.moments.values(), f.master.grad) for f in self.families
+                      if f.decays == decays]
+            if shards and at_once:
+                yield decays, shards
+            elif shards:
+                size = BLOCK[self.count.device.type]
+                yield from ((decays, [block]) for shard in shards for block in zip(*(t.split(size) for t in shard)))
+
+    def _adamw(self, portion, lr, decay, found_inf):
+        masters, *averages, grads = map(list, zip(*portion))
+        device = grads[0].device
+        # what is fp32 and on the device is updated where it lies
+        wide = [[(t if t.device == device else t.to(device, non_blocking=True)).float() for t in moments]
+                for moments in averages]
+        adamw(masters, grads, *wide, [], list(self.count.repeat(len(grads)).unbind()), fused=True, found_inf=found_inf,
+              amsgrad=False, maximize=False, lr=lr, beta1=self.cfg.beta1, beta2=self.cfg.beta2, weight_decay=decay,
+              eps=self.cfg.eps)
+        for stored, moment in zip(sum(averages, []), sum(wide, [])):
+            if stored.dtype == torch.bfloat16:
+                moment = round_at_random(moment, dice(len(moment), self.count))
+            if stored is not moment:
+                stored.copy_(moment, non_blocking=True)
 
 
 def full_gradients(model, optimizer):

@@ -23,6 +23,7 @@ this rank, S sequence length, N whatever else, F width inside.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -34,10 +35,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from kernels import (after_weight_gradients, clock, drain_weight_gradients, linear, weight_gradient,
                      weight_gradients_put_off)
+from memory import Saving, within
 from settings import knob
 
 
@@ -54,8 +55,6 @@ class ParallelConfig:
     overlap: str = knob("pair", "pair: one microbatch's forward beside another's backward; none: one at a time",
                         choices=("none", "pair"))
     defer_wgrad: bool = knob(True, "compute weight gradients while gradients of tokens travel, not before they leave")
-    recompute: tuple[str, ...] = knob((), "what to run again in backward instead of keeping it: full blocks, "
-                                      "or moe, the experts alone", choices=("moe", "full"))
     nvl_domain: int = knob(0, "ranks that share one NVLink domain; 0: the device's", least=0)
 
 
@@ -642,8 +641,19 @@ def _edge(x):
 def _backward(edges, grads):
     pairs = [(e, g) for e, g in zip(edges, grads) if e is not None]
     if pairs:
-        with weight_gradients_put_off():
+        with weight_gradients_put_off(), within("backward"):
             torch.autograd.backward(*map(list, zip(*pairs)))
+
+
+def _exchanging(travel):
+    """Coroutine: `travel`, whose memory is that of exchanges."""
+    while True:
+        with within("exchange"):
+            try:
+                next(travel)
+            except StopIteration as end:
+                return end.value
+        yield
 
 
 class _Cut:
@@ -669,7 +679,7 @@ class _Cut:
         """Coroutine. Returns the edges of the segment before the cut, and their gradients."""
         grads = [inlet.take() for inlet in self.inlets]
         n = len(self.inlets) - len(self.carried) - (self.beside is not None)
-        travel = self.plan.travel(ADJOINT[self.direction], *grads[:n])
+        travel = _exchanging(self.plan.travel(ADJOINT[self.direction], *grads[:n]))
         next(travel)
         edges, carried = self.sent + self.carried, grads[n:n + len(self.carried)]
         if self.beside is not None:
@@ -704,20 +714,31 @@ class Tape:
     record  keep what backward needs (False: evaluation, sampling)
     observe let requests report their statistics (the first pass of a training step)
     replay  this is a recompute: results need not come back again, since what follows them in the block is
-            linear in them and backward needs no values
+            linear in them and backward needs no values; nor is it worth moving anything to the host
+    parts   what autograd saves may be recomputed or wait on the host (memory.py)
     inlet   where the activations of the pipeline stage before came in, if they did
     """
 
-    def __init__(self, record=True, observe=False, replay=False):
-        self.record, self.observe, self.replay = record, observe, replay
+    def __init__(self, record=True, observe=False, replay=False, parts=True):
+        self.record, self.observe, self.replay, self.parts = record, observe, replay, parts
         self.cuts, self.plan, self.inlet = [], None, None
+        # behind so many cuts: the coroutine's Begin and Loss, and what has tensors on the host
+        self.remarks, self.offloaded = collections.defaultdict(list), collections.defaultdict(list)
+
+    @contextlib.contextmanager
+    def _segment(self):
+        """Around the forward of a segment, never across a yield: it would leak into the other microbatch."""
+        saving = contextlib.nullcontext()
+        if self.parts:
+            saving = Saving(self.offloaded[len(self.cuts)], moves=not self.replay)
+        with torch.set_grad_enabled(self.record), within("recompute" if self.replay else "forward"), saving:
+            yield
 
     def forward(self, coroutine):
         """Coroutine: drives a model's coroutine to its end and returns its value, detached."""
         arrived = None
         while True:
-            # grad mode is set per segment, never across a yield: it would leak into the other microbatch
-            with torch.set_grad_enabled(self.record):
+            with self._segment():
                 try:
                     request = coroutine.send(arrived)
                 except StopIteration as end:
@@ -725,7 +746,8 @@ class Tape:
                     return end.value.detach()
             arrived = None
             if isinstance(request, (Begin, Loss)):
-                self.cuts.append(request)
+                if self.record:
+                    self.remarks[len(self.cuts)].append(request)
                 continue
             served = (self._rerun if isinstance(request, Rerun) else self._exchange)(request)
             del request     # while tokens travel, only the coroutine itself holds its tensors
@@ -737,17 +759,19 @@ class Tape:
         gradients that were put off included."""
         edges, grads = [self.output], [grad]
         while True:
-            begun = []
-            while self.cuts and isinstance(self.cuts[-1], (Begin, Loss)):   # remarks made in this segment
-                remark = self.cuts.pop()
-                if isinstance(remark, Begin):
-                    begun.append(remark.block)
-                else:
+            for behind in (len(self.cuts), len(self.cuts) - 1):     # one segment ahead
+                for part in self.offloaded[behind]:
+                    part.fetch()
+            del self.offloaded[len(self.cuts)]
+            remarks = self.remarks.pop(len(self.cuts), ())
+            for remark in remarks:
+                if isinstance(remark, Loss):
                     edges.append(remark.edge)
                     grads.append(remark.grad)
             _backward(edges, grads)
-            for block in begun if ready else ():
-                after_weight_gradients(functools.partial(ready, block))
+            for remark in remarks if ready else ():
+                if isinstance(remark, Begin):
+                    after_weight_gradients(functools.partial(ready, remark.block))
             if not self.cuts:
                 drain_weight_gradients()
                 return
@@ -765,10 +789,10 @@ class Tape:
         if self.replay and direction == "back":
             arrived = [x[:1].new_zeros(()).expand(plan.shape_home(x)) for x in sent]
         else:
-            travel = plan.travel(direction, *sent)
+            travel = _exchanging(plan.travel(direction, *sent))
             next(travel)
             if beside is not None:
-                with torch.set_grad_enabled(self.record):
+                with self._segment():
                     results = [cut.run_beside(*beside) if cut else beside[0](beside[1].detach())]
             del sent, beside
             yield
@@ -790,11 +814,6 @@ class Tape:
         with torch.enable_grad():
             cut.inlet, y = Inlet.enter(y)
         return y
-
-
-def recomputed(function, *args):
-    """function(*args), keeping only args for backward, which runs it again (no exchange inside)."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def together(*coroutines):
@@ -866,9 +885,10 @@ def execute(cells, model, batches, ready=None):
     """
     onward, homeward = model.layout.onward, model.layout.homeward
     tapes, losses = {}, []
+    parts = bool(model.cfg.recompute or model.cfg.offload)
 
     def forward(chunk, i):
-        tape, x_TD = Tape(observe=True), None
+        tape, x_TD = Tape(observe=True, parts=parts), None
         if not model.is_first(chunk):
             tape.inlet, x_TD = Inlet.enter(onward.arrive())
         tapes[chunk, i], block = tape, model(batches[i], chunk, x_TD)

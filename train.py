@@ -35,6 +35,7 @@ import checkpoint
 import data
 import dispatch
 import kernels
+import memory
 import model as models
 import moe
 import optim
@@ -70,10 +71,11 @@ class TrainConfig:
     on_nan: str = knob("stop", "a step whose gradients are not finite never changes the model; then stop, or "
                        "skip it and go on", choices=("stop", "skip"))
     device: str = knob("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    memory_report: bool = knob(False, "print what the first step's memory is made of")
 
 
 @dataclass
-class Config(KernelConfig, parallel.ParallelConfig, dispatch.DispatchConfig, moe.MoEConfig, models.ModelConfig,
+class Config(KernelConfig, memory.MemoryConfig, parallel.ParallelConfig, dispatch.DispatchConfig, moe.MoEConfig, models.ModelConfig,
              optim.OptimConfig, TrainConfig):
     """Every knob, flat."""
 
@@ -97,7 +99,7 @@ def check(cfg, world):
                             f"{cfg.seq_len}/{cfg.cp} = {tokens} tokens: change tp or seq_len")
         if not cfg.global_batch % at_once:
             problems += parallel.check_microbatches(cfg, cfg.global_batch // at_once if cfg.micro_batch else 1)
-    for part in (dispatch, moe, models, optim):
+    for part in (memory, dispatch, moe, models, optim):
         problems += part.check(cfg)
     problems += kernels.check(cfg, device_of(cfg)) + checkpoint.check_init(cfg, cfg.init_from)
     if cfg.cuda_graph and not cfg.capacity_factor:
@@ -368,8 +370,9 @@ def measure(trainer, result, peak, stop=False):
     tokens, assigned = cfg.global_batch * cfg.seq_len, counts.sum().item()
     dropped = 1 - kept / assigned if assigned else 0.0
     tflops = models.flops_per_token(cfg, 1 - dropped) * tokens / world.size / step_s / 1e12
-    # three products, each forward and twice backward, and forward again where experts are recomputed
-    gemm_flops = kept * 6 * cfg.d_expert * cfg.d_model * (4 if cfg.recompute else 3)
+    # three products, each forward and twice backward; a full recompute runs them again, one of experts two of them
+    times_run = 3 + ("full" in cfg.recompute) + 2 / 3 * ("moe" in cfg.recompute)
+    gemm_flops = kept * 6 * cfg.d_expert * cfg.d_model * times_run
     gemm_room = (times[:, 2] * times[:, 4]).sum().item()
     row = {
         "step": result.step, "tokens": result.step * tokens, "loss": loss,
@@ -447,7 +450,9 @@ class Log:
         local = sum(p.numel() for p in trainer.model.parameters())
         shard = sum(f.master.numel() for f in trainer.optimizer.families)
         size = torch.tensor([], dtype=trainer.dtype).element_size()
-        state = local * (size + 4) + shard * (8 * (cfg.optimizer == "adamw") + 4 * (size < 4))
+        width = lambda dtype: optim.DTYPES[dtype].itemsize
+        moments = 2 * width(cfg.moment_dtype) * (cfg.optimizer == "adamw" and not cfg.offload_optimizer)
+        state = local * (size + width(cfg.grad_dtype)) + shard * (moments + 4 * (size < 4))
         fullest = torch.tensor([local, state], device=trainer.device)   # pipeline stages differ
         local, state = trainer.layout.world.all_reduce(fullest, torch.distributed.ReduceOp.MAX).tolist()
         node, domain = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), parallel.nvl_domain(cfg)
@@ -505,6 +510,13 @@ class Log:
                    f"{'in domain':>10}",
                    *(f"  {group.name:16} {op:15} {calls:6} {sent / 1e6:9.2f} {group.near(node):8.0%} "
                      f"{group.near(domain):10.0%}" for (group, op), (calls, sent) in rows.items()))
+
+    def memory(self, watch):
+        """What the first step's memory was made of, on the rank where its peak was highest. Collective."""
+        peaks = self.trainer.layout.world.gather_objects((watch.peak, self.rank, watch.apart, list(watch.table())))
+        peak, rank, apart, lines = max(peaks)
+        self.print(f"  memory of the first step on rank {rank}, whose {peak / 1e6:,.1f} MB at the peak are the most; "
+                   + ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in apart.items()) + " apart", *lines)
 
     def step(self, result, val_loss=None, stop=False):
         """→ True if the step was finite. Collective: ranks tell each other their times, and whether somebody was
@@ -819,7 +831,11 @@ def train(trainer, log, watch, done):
     for step in range(done, cfg.max_steps):
         with watch.step(step + 1):
             started = time.perf_counter()
-            result = trainer.step(step)
+            watch_memory = contextlib.nullcontext()
+            if cfg.memory_report and step == done:
+                watch_memory = memory.Watch(trainer.device, **trainer.optimizer.held())
+            with watch_memory:
+                result = trainer.step(step)
             if pending:
                 record(pending)
             end = step + 1 == cfg.max_steps
@@ -828,6 +844,8 @@ def train(trainer, log, watch, done):
             if evaluate or save:
                 result.read()
             result.seconds = time.perf_counter() - started
+        if cfg.memory_report and step == done:
+            log.memory(watch_memory)
         pending, stop = result, log.stop
         if evaluate or save:
             record(pending, trainer.evaluate() if evaluate else None)

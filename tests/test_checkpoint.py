@@ -76,7 +76,7 @@ def same_bits(a, b):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_checkpoint_loads_under_any_layout_and_back(pool, tokens, tmp_path, precision):
     """Saved on 4 ranks with EP 4; each other layout loads that, saves it again, and EP 4 loads what it saved."""
-    knobs = dict(ADAM, data=tokens, precision=precision)
+    knobs = dict(ADAM, data=tokens, precision=precision, moment_dtype=precision, offload_optimizer=precision == "bf16")
     close = 1e-5 if precision == "fp32" else 1e-2   # gradients in bf16 are rounded after sums in another order
     saved = pool.run(4, save_run, f"{tmp_path}/first", dict(knobs, ep=4), 4, steps=4)
     state, losses = saved[0]

@@ -362,16 +362,17 @@ def state_of(trainer):
     for i, family in enumerate(trainer.optimizer.families):
         state[f"master {i}"] = family.master.detach().clone()
         if trainer.cfg.optimizer == "adamw":
-            moments = trainer.optimizer.adamw.state[family.master]
-            state |= {f"{k} {i}": torch.as_tensor(v).clone() for k, v in moments.items()}
+            state |= {f"{k} {i}": v.clone() for k, v in family.moments.items()}
+            state["updates"] = trainer.optimizer.count.clone()
     return state
 
 
 @pytest.mark.parametrize("world, ep", [(1, 1), (2, 2), (4, 2)])
 def test_nan_in_one_token_on_one_rank_skips_the_step_everywhere(pool, tokens, world, ep):
     base = dict(data=tokens, out_dir=f"{tokens}/out", global_batch=8, ep=ep, bias_update_rate=0.01, aux_loss_coef=0.1)
-    variants = [dict(base, capacity_factor=c, optimizer=o, recompute=r)
-                for c, o, r in ((0.0, "adamw", ()), (1.0, "adamw", ("full",)), (1.0, "sgd", ()))]
+    variants = [dict(base, capacity_factor=c, optimizer=o, recompute=r, moment_dtype=m, grad_dtype=m)
+                for c, o, r, m in ((0.0, "adamw", (), "fp32"), (1.0, "adamw", ("full",), "bf16"),
+                                   (1.0, "sgd", (), "fp32"))]
     for rank, results in enumerate(pool.run(world, around_a_broken_step, variants, world)):
         for knobs, (finite, changed, losses, norms) in zip(variants, results):
             assert finite == [True, False, True, True], (rank, knobs)

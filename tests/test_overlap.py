@@ -389,7 +389,8 @@ def trace(tokens, knobs, sabotage=""):
                           timeout=200)
 
 
-@pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("full",), n_mtp=1),
+@pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("norm", "moe_act", "attn", "full"),
+                                            moment_dtype="bf16", grad_dtype="bf16", n_mtp=1),
                                   dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position"),
                                   dict(ep=2, dispatcher="allgather")],
                          ids=["expert", "rank", "tp", "allgather"])

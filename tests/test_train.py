@@ -43,7 +43,7 @@ def text(tmp_path_factory):
 
 def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
     knobs = [f"--data={text}", "--optimizer=sgd", "--lr=0.1", "--capacity_factor=0", "--aux_loss_coef=0",
-             "--eval_interval=2", "--eval_steps=2"]
+             "--eval_interval=2", "--eval_steps=2", "--memory_report"]
     rows = []
     layouts = ((1, 1, []), (4, 1, ["--ep=4", "--micro_batch=1"]), (4, 2, ["--pp=2", "--ep=2", "--micro_batch=1"]),
                (4, 1, ["--tp=2", "--cp=2", "--etp=2", "--ep=2"]))
@@ -54,6 +54,7 @@ def test_one_process_and_four_ranks_write_the_same_loss(tmp_path, text):
         assert ("stage 1: layers 1, at most 2 microbatches in flight" in done.stdout) == (pp == 2)
         traffic = done.stdout.split("traffic per step")[1].split("step 1/")[0]
         assert ("\n  pp forward  " in traffic) == (pp == 2) and "\n  pp  " not in traffic
+        assert done.stdout.count("memory of the first step") == done.stdout.count("\n  forward/attn ") == 1
         for word in (f"experts: pp {pp}", "parameters 43,424", "traffic per step", "step 5/5",
                      "expert utilization", "sample:"):
             assert word in done.stdout, (ranks, word, done.stdout)
