@@ -671,24 +671,25 @@ def memory_command(argv):
     cfg = load(BlockMemoryConfig, argv, check_block)
     pretend(cfg)
     rows = []
-    for dense in [False, True][:1 + (cfg.n_dense_layers > 0)]:
+    for block in ("MoE", "dense")[:1 + (cfg.n_dense_layers > 0)]:
+        plain = dataclasses.replace(middle_stage(cfg, block == "dense"), recompute=(), offload=())
         parts = [p for p in memory.PARTS if (p != "mla_up" or cfg.attention == "mla")
-                 and p not in (("moe", "moe_act") if dense else ("mlp",))]
+                 and p not in (("moe", "moe_act") if block == "dense" else ("mlp",))]
         cheap = tuple(p for p in parts if p in ("norm", "moe_act", "mla_up"))
-        choices = [((), ()), *(((p,), ()) for p in [*parts, "full"]), (cheap, ()), *(((), (p,)) for p in parts)]
-        choices += [(cfg.recompute, cfg.offload)] * bool(cfg.recompute + cfg.offload)
-        for recompute, offload in choices:
-            chosen = dataclasses.replace(middle_stage(cfg, dense), recompute=recompute, offload=offload)
-            kept, host, peak = block_memory(chosen)
-            name = " ".join(f"{knob}={','.join(value)}" for knob, value in (("recompute", recompute),
-                                                                          ("offload", offload)) if value)
-            rows.append({"block": "dense" if dense else "MoE", "choice": name or "keep everything",
-                         "kept MB": kept / 1e6, "saved MB": None if not name else (none - kept) / 1e6,
-                         "host MB": host / 1e6, "peak MB": peak / 1e6})
-            none = none if name else kept
+        choices = [{}, *({"recompute": (p,)} for p in (*parts, "full")), {"recompute": cheap},
+                   *({"offload": (p,)} for p in parts)]
+        if cfg.recompute or cfg.offload:
+            choices.append({"recompute": cfg.recompute, "offload": cfg.offload})
+        everything, *_ = block_memory(plain)
+        for choice in choices:
+            kept, host, peak = block_memory(dataclasses.replace(plain, **choice))
+            name = " ".join(f"{knob}={','.join(value)}" for knob, value in choice.items() if value)
+            rows.append({"block": block, "choice": name or "keep everything", "kept MB": kept / 1e6,
+                         "saved MB": (everything - kept) / 1e6, "host MB": host / 1e6, "peak MB": peak / 1e6})
     torch.distributed.destroy_process_group()
     print(f"one block, {cfg.micro_batch or 1}×{cfg.seq_len} tokens, tp {cfg.tp}, cp {cfg.cp}, ep {max(cfg.ep, 1)}, etp "
-          f"{cfg.etp}, {chosen.capacity_factor} times the balanced share of slots; kept: apart from its input")
+          f"{cfg.etp}, {plain.capacity_factor} times the balanced share of slots. kept: for backward, apart from the "
+          f"block's input; peak: of forward and backward, with torch's kernels")
     print(*table(rows, {"block": "", "choice": "", "kept MB": ",.1f", "saved MB": ",.1f", "host MB": ",.1f",
                         "peak MB": ",.1f"}), sep="\n")
     write_json(cfg.json, rows)
