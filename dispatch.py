@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import Groups, backend, clock, permute, unpermute
+from kernels import RECIPES, Groups, backend, clock, permute, unpermute
 from settings import knob
 
 
@@ -60,9 +60,11 @@ def sharing(cfg, ep):
 def capacity(cfg, tokens, shared=1):
     """C, the slots that `shared` experts have together, for `tokens` per rank and microbatch: computed from the
     configuration, so that ranks agree by construction. A token takes an expert at most once, hence never more than
-    it can choose. 0: dropless."""
-    return min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k * shared / cfg.num_experts),
-               tokens * min(shared, cfg.top_k))
+    it can choose, but for what a low precision fills up. 0: dropless."""
+    C = min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k * shared / cfg.num_experts),
+            tokens * min(shared, cfg.top_k))
+    align = RECIPES[cfg.precision].align if cfg.precision in RECIPES else 1
+    return -(-C // align) * align
 
 
 def _spans(counts):
@@ -92,6 +94,7 @@ class Plan:
     capacity    C, or 0 for dropless
     shared      how many experts, all of one rank, have these C slots together
     ep, etp     the groups to travel over
+    align       > 1: the rows of an expert are filled up to a multiple of this, and to a number that the host knows
 
     slot_TK     the slot of each assignment, -1 if dropped or not routed
     choice_S    its inverse: the flat assignment t·K + k in each slot, -1 if the slot is empty (known in
@@ -102,8 +105,9 @@ class Plan:
                              are None and R is Q
     """
 
-    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1):
+    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1, align=1):
         self.experts_TK, self.ep, self.etp, self.capacity, self.shared = experts_TK, ep, etp, capacity, shared
+        self.align = align
         self.num_experts, self.device = num_experts, experts_TK.device
         self.num_local, self.stays = num_experts // ep.size, ep.size * etp.size == 1
         # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
@@ -170,17 +174,17 @@ class Plan:
         counts_QL = yield from self._hop(self.etp, counts_WL.repeat(N), None, None)
         if self.capacity:
             return self._arrange(counts_QL.view(N * W, L))
-        host = torch.cat([self.kept_E, counts_QL]).view((1 + N) * W, L).sum(1)
+        host = torch.cat([self.kept_E, counts_QL]).view(1 + N, W, L)
         if host.is_cuda:
             # the host needs the sizes, but the other microbatch need not stop for it
             host, event = host.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
             yield
             event.synchronize()
-        self.send, *sources = host.view(1 + N, W).tolist()
+        self.send, *sources = host.sum(2).tolist()
         self.recv, self.share = sources[self.etp.rank], [sum(s) for s in sources]
         self.choice_S = self.choice_S[:sum(self.send)]
-        self._arrange(counts_QL.view(N * W, L))
+        self._arrange(counts_QL.view(N * W, L), host[1:].sum((0, 1)).tolist())
 
     def _travel_out(self, rows, weights):
         D, N = rows.shape[1], self.etp.size
@@ -230,14 +234,23 @@ class Plan:
             filled_Q = (weights_Q < 0).logical_not()
             self._arrange(filled_Q.view(-1, self.num_local, self.capacity).sum(2))
 
-    def _arrange(self, counts_WL):
-        """The maps between received rows, in (source, expert) order, and expert-major rows."""
+    def _arrange(self, counts_WL, rows_L=None):
+        """The maps between received rows, in (source, expert) order, and expert-major rows. rows_L: how many there
+        are for each expert, if the host knows."""
         W, L = counts_WL.shape
-        if self.capacity >= WIDE and self.shared == 1 and backend.triton:
+        if self.capacity >= WIDE and self.shared == self.align == 1 and backend.triton:
             self.row_R = self.place_Q = None
             self.groups = Groups.padded(counts_WL, self.capacity)
             return
-        starts, ends = _spans(counts_WL.t().flatten())      # of each (expert, source) among expert-major rows
+        splits, room_L = None, counts_WL.sum(0)     # what each expert has among expert-major rows
+        if self.align > 1 and self.capacity:
+            splits, room_L = [W * self.capacity] * L, torch.full_like(room_L, W * self.capacity)
+        elif self.align > 1:
+            splits, room_L = ([-(-n // self.align) * self.align for n in rows_L],
+                              -(-room_L // self.align) * self.align)
+        ends_L = room_L.cumsum(0)
+        ends = counts_WL.t().cumsum(1) + (ends_L - room_L)[:, None]     # of each (expert, source) among them
+        starts, ends = (ends - counts_WL.t()).flatten(), ends.flatten()
         if self.capacity:
             runs_WN = torch.arange(W * L // self.shared, device=self.device).view(W, -1, 1) * self.capacity
             before_WL = counts_WL.view(W, -1, self.shared)      # rows of the experts before, in one run of slots
@@ -246,15 +259,20 @@ class Plan:
         else:
             Q = sum(self.share)
             base_WL = _spans(counts_WL.flatten())[0].view(W, L)
-        position = torch.arange(Q, device=self.device)
+        R = Q if splits is None else sum(splits)
+        position = torch.arange(R, device=self.device)
         # the run that holds each row: the first whose end lies beyond it
         run = torch.searchsorted(ends, position, right=True).clamp_max(W * L - 1)
-        self.row_R = torch.where(position < ends[-1], base_WL.t().flatten()[run] + position - starts[run], -1)
+        real_R = (starts[run] <= position) & (position < ends[run])
+        self.row_R = torch.where(real_R, base_WL.t().flatten()[run] + position - starts[run], -1)
+        position = torch.arange(Q, device=self.device)
         segment = torch.searchsorted(base_WL.flatten(), position, right=True) - 1
         offset = position - base_WL.flatten()[segment]
         place = starts.view(L, W).t().flatten()[segment] + offset
         self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
-        self.groups = Groups.packed(ends.view(L, W)[:, -1].to(torch.int32), Q)
+        self.groups = Groups.packed(ends_L.to(torch.int32), R)
+        if splits is not None:
+            self.groups.splits, self.groups.real_R = splits, real_R
 
     @property
     def token_S(self):

@@ -27,7 +27,7 @@ from torch import nn
 import moe
 import parallel
 from dispatch import DispatchConfig
-from kernels import KernelConfig, rms_norm, use
+from kernels import KernelConfig, linear, recipe_of, rms_norm, use
 from moe import Batch, FeedForward, MoE
 from parallel import (Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
                       scatter, stage_layers, sum_over, together, zigzag_runs)
@@ -215,10 +215,10 @@ class Attention(nn.Module):
     and values than tp ranks, their weights are whole on every rank, which uses the head it needs. Sequences are
     spread over cp, and keys and values gathered."""
 
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
         D, d = cfg.d_model, head_width(cfg)
-        self.d, self.qk_norm, self.tp, self.cp = d, cfg.qk_norm, layout.tp, layout.cp
+        self.d, self.qk_norm, self.tp, self.cp, self.recipe = d, cfg.qk_norm, layout.tp, layout.cp, recipe
         H, kv = cfg.n_head // layout.tp.size, cfg.n_kv_head or cfg.n_head
         self.kv_split = kv % layout.tp.size == 0
         self.kv_first = 0 if self.kv_split else layout.tp.rank * kv // layout.tp.size
@@ -238,7 +238,7 @@ class Attention(nn.Module):
         # a norm over all heads needs all of them, before a rank picks its own
         pick = slice(self.kv_first * self.d, (self.kv_first + self.kv) * self.d)
         wk, wv = (self.wk, self.wv) if self.qk_norm == "full" else (self.wk[pick], self.wv[pick])
-        q, k, v = column_linear(x_TD, [self.wq, wk, wv], self.tp)
+        q, k, v = column_linear(x_TD, [self.wq, wk, wv], self.tp, self.recipe)
         if self.qk_norm == "full":
             q, k, v = self.q_norm(q), self.k_norm(k)[:, pick], v[:, pick]
         q, k, v = (t.view(B, S, -1, self.d) for t in (q, k, v))
@@ -248,7 +248,7 @@ class Attention(nn.Module):
         k, v = gather_sequence([k, v], self.cp)
         runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
         y = torch.cat([attend(part, k, v, *run) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
-        return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
+        return row_linear(y.reshape(B * S, -1), self.wo, self.tp, self.recipe)
 
 
 class LatentAttention(nn.Module):
@@ -258,9 +258,10 @@ class LatentAttention(nn.Module):
     The projections into latents are whole on every rank, for its own tokens. Those out of them are spread over
     tp by heads, so what travels, over tp and cp alike, is latents: kv_lora_rank + d_rope numbers a token."""
 
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
         D, H, self.tp, self.cp = cfg.d_model, cfg.n_head // layout.tp.size, layout.tp, layout.cp
+        self.recipe = recipe
         self.latent, self.parts, self.d_v = cfg.kv_lora_rank, (cfg.d_nope, cfg.d_rope), cfg.d_v
         if cfg.q_lora_rank:
             self.wq_a = nn.Parameter(torch.empty(cfg.q_lora_rank, D))
@@ -279,32 +280,33 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_TD, batch):
         (B, S), (N, R) = batch.shape, self.parts
-        from_TL = x_TD if self.wq_a is None else self.q_norm(F.linear(x_TD, self.wq_a))
-        q, = column_linear(from_TL, [self.wq], self.tp)
+        from_TL = x_TD if self.wq_a is None else self.q_norm(linear(x_TD, self.wq_a, self.recipe))
+        q, = column_linear(from_TL, [self.wq], self.tp, self.recipe)
         q_nope, q_rope = q.view(B, S, -1, N + R).split([N, R], -1)
         q = torch.cat([q_nope, rotate_pairs(q_rope, batch.rope)], -1)
-        latent_TL, key_TR = F.linear(x_TD, self.wkv_a).split([self.latent, R], -1)
+        latent_TL, key_TR = linear(x_TD, self.wkv_a, self.recipe).split([self.latent, R], -1)
         sent = gather(torch.cat([self.kv_norm(latent_TL), key_TR], -1), self.tp)
         latent_BSL, key_BSR = sent.view(B, S, -1).split([self.latent, R], -1)
         key_BSR = rotate_pairs(key_BSR[:, :, None], batch.rope)[:, :, 0]    # here positions are still this rank's
         sent, = gather_sequence([torch.cat([latent_BSL, key_BSR], -1)], self.cp)
         latent_BPL, key_BPR = sent.split([self.latent, R], -1)
-        kv = F.linear(latent_BPL, self.wkv).unflatten(-1, (-1, N + self.d_v))
+        kv = linear(latent_BPL.flatten(0, 1), self.wkv, self.recipe).view(*latent_BPL.shape[:2], -1, N + self.d_v)
         k_nope, v = kv.split([N, self.d_v], -1)
         k = torch.cat([k_nope, key_BPR[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
         runs = zigzag_runs(S * self.cp.size, self.cp.rank, self.cp.size)
         y = torch.cat([attend(part, k, v, *run, self.scale) for part, run in zip(q.chunk(len(runs), 1), runs)], 1)
-        return row_linear(y.reshape(B * S, -1), self.wo, self.tp)
+        return row_linear(y.reshape(B * S, -1), self.wo, self.tp, self.recipe)
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, layout, dense):
+    def __init__(self, cfg, layout, number):
         super().__init__()
+        recipe, dense = recipe_of(cfg, number), number < cfg.n_dense_layers
         attention = LatentAttention if cfg.attention == "mla" else Attention
-        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout)
+        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout, recipe)
         self.norm2 = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.mlp = FeedForward(cfg.d_model, cfg.d_ff, layout.tp) if dense else None
-        self.moe = None if dense else MoE(cfg, layout)
+        self.mlp = FeedForward(cfg.d_model, cfg.d_ff, layout.tp, recipe) if dense else None
+        self.moe = None if dense else MoE(cfg, layout, recipe)
 
     def forward(self, x_TD, batch, plan=None):
         """Coroutine."""
@@ -326,8 +328,7 @@ class Model(nn.Module):
         begins, ends = pp.rank == 0, pp.rank == pp.size - 1
         table = lambda: nn.Parameter(torch.empty(cfg.vocab_size // layout.tp.size, cfg.d_model))
         self.embedding = table() if begins or (ends and cfg.tie_embeddings) else None
-        self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
-                                     for chunk in self.chunks for i in chunk})
+        self.layers = nn.ModuleDict({str(i): Block(cfg, layout, i) for chunk in self.chunks for i in chunk})
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None
 

@@ -185,8 +185,9 @@ class ExpertStats:
 class Experts(nn.Module):
     """This rank's routed experts, or its slice of them along F: w1 [L, 2, F, D] (gate, up), w2 [L, D, F]."""
 
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
+        self.recipe = recipe
         L, F = cfg.num_experts // layout.ep.size, cfg.d_expert // layout.etp.size
         self.first = L * layout.ep.rank
         self.w1 = nn.Parameter(torch.empty(L, 2, F, cfg.d_model))
@@ -196,35 +197,36 @@ class Experts(nn.Module):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
         backward needs no expert output. The first product gathers its rows itself."""
         p_R = by_expert(weights_Q[:, None], plan).flatten()
-        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows())
-        y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.groups)
+        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows(), recipe=self.recipe)
+        y_RD = grouped_gemm(swiglu(h_R2F, p_R), self.w2, plan.groups, recipe=self.recipe)
         return by_source(y_RD, plan)
 
 
 class FeedForward(nn.Module):
     """SwiGLU, cut along F over `group`: w1 [2, F, D] (gate, up), w2 [D, F]."""
 
-    def __init__(self, d_model, d_ff, group):
+    def __init__(self, d_model, d_ff, group, recipe=None):
         super().__init__()
-        self.group, F = group, d_ff // group.size
+        self.group, self.recipe, F = group, recipe, d_ff // group.size
         self.w1 = nn.Parameter(torch.empty(2, F, d_model))
         self.w2 = nn.Parameter(torch.empty(d_model, F))
 
     def forward(self, x_TD):
-        h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group)
-        return row_linear(swiglu(h_G2F), self.w2, self.group)
+        h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group, self.recipe)
+        return row_linear(swiglu(h_G2F), self.w2, self.group, self.recipe)
 
 
 class MoE(nn.Module):
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
         self.cfg, self.layout, self.stats = cfg, layout, ExpertStats()
+        self.align = recipe.align if recipe else 1
         self.shared_slots = sharing(cfg, layout.ep.size)
         self.router = Router(cfg)
-        self.experts = Experts(cfg, layout)
+        self.experts = Experts(cfg, layout, recipe)
         # whole on every rank, for its own tokens
-        self.shared = FeedForward(cfg.d_model, cfg.n_shared_experts * cfg.d_expert,
-                                  layout.alone) if cfg.n_shared_experts else None
+        self.shared = FeedForward(cfg.d_model, cfg.n_shared_experts * cfg.d_expert, layout.alone,
+                                  recipe) if cfg.n_shared_experts else None
 
     def forward(self, x_TD, h_TD, batch, plan=None):
         """Coroutine: x_TD plus the layer's output for h_TD. `plan` comes from an earlier pass when this one
@@ -234,7 +236,7 @@ class MoE(nn.Module):
                                                                    plan and plan.experts_TK)
         if plan is None:
             plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy,
-                        self.layout.ep, self.layout.etp, self.shared_slots)
+                        self.layout.ep, self.layout.etp, self.shared_slots, self.align)
             plan.load = self.load(plan, batch) if batch.train else None
             if plan.counts_first:
                 yield Exchange("counts", plan)

@@ -99,9 +99,9 @@ def masked_run(knobs, world):
     capacity = dispatch.capacity(cfg, 16 * cfg.micro_batch, dispatch.sharing(cfg, cfg.ep))
     lost = []
 
-    def plan_of(experts_TK, weights_TK, E, _, policy, ep, etp, shared):
-        kept = dispatch.Plan(experts_TK, weights_TK, E, capacity, policy, ep, etp, shared).slot_TK >= 0
-        plan = dispatch.Plan(experts_TK, weights_TK, E, 0, policy, ep, etp, shared)
+    def plan_of(experts_TK, weights_TK, E, _, *rest):
+        kept = dispatch.Plan(experts_TK, weights_TK, E, capacity, *rest).slot_TK >= 0
+        plan = dispatch.Plan(experts_TK, weights_TK, E, 0, *rest)
         plan.kept_TK = kept
         lost.append((plan.slot_TK >= 0).sum().item() - kept.sum().item())
         return plan
