@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import RECIPES, Groups, backend, clock, permute, unpermute
+from kernels import RECIPES, Groups, backend, clock, from_e4m3, permute, to_e4m3, unpermute
 from settings import knob
 
 
@@ -44,6 +44,9 @@ class DispatchConfig:
                             "position, the latest choice of the latest token", choices=("probs", "position"))
     on_overflow: str = knob("drop", "what a step does whose experts are full: drop choices, or rerun without any "
                             "limit and forget the first attempt", choices=("drop", "rerun"))
+    dispatch_precision: str = knob("auto", "what tokens are on their way to the experts; fp8: e4m3 with a scale per 128 "
+                                   "values; auto: as they are. Results and all gradients travel as they are",
+                                   choices=("auto", "fp8"))
 
 
 def check(cfg):
@@ -95,6 +98,7 @@ class Plan:
     shared      how many experts, all of one rank, have these C slots together
     ep, etp     the groups to travel over
     align       > 1: the rows of an expert are filled up to a multiple of this, and to a number that the host knows
+    fp8         tokens travel as e4m3. Gradients do not, so that of the rounding is the identity
 
     slot_TK     the slot of each assignment, -1 if dropped or not routed
     choice_S    its inverse: the flat assignment t·K + k in each slot, -1 if the slot is empty (known in
@@ -105,9 +109,9 @@ class Plan:
                              are None and R is Q
     """
 
-    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1, align=1):
+    def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1, align=1, fp8=False):
         self.experts_TK, self.ep, self.etp, self.capacity, self.shared = experts_TK, ep, etp, capacity, shared
-        self.align = align
+        self.align, self.fp8 = align, fp8
         self.num_experts, self.device = num_experts, experts_TK.device
         self.num_local, self.stays = num_experts // ep.size, ep.size * etp.size == 1
         # rows to and from every ep rank, and held by every etp rank before they share; None: equal, known without
@@ -187,14 +191,14 @@ class Plan:
         self._arrange(counts_QL.view(N * W, L), host[1:].sum((0, 1)).tolist())
 
     def _travel_out(self, rows, weights):
-        D, N = rows.shape[1], self.etp.size
-        wire = rows if weights is None else _pack(rows, weights)
+        D, N, fp8, dtype = rows.shape[1], self.etp.size, self.fp8 and weights is not None, rows.dtype
+        wire = rows if weights is None else _pack(rows, weights, fp8)
         wire = yield from self._hop(self.ep, wire, self.send, self.recv)
         wire = yield from self._hop(self.etp, wire.repeat(N, 1) if N > 1 else wire, self.recv and N * [len(wire)],
                                     self.share)
         if weights is None:
             return [wire]
-        rows, weights = _unpack(wire, D)
+        rows, weights = _unpack(wire, D, fp8 and dtype)
         self._arrived(weights)
         return [rows, weights]
 
@@ -298,17 +302,24 @@ def _through(second, first):
     return torch.where(first < 0, -1, second[first.clamp_min(0)]) if len(second) else first
 
 
-def _pack(rows, weights):
-    """A router weight (fp32) rides behind its row, so that one message carries both; the row is padded to
-    whole 16 bytes."""
-    tail = weights[:, None].view(rows.dtype)
+def _pack(rows, weights, fp8=False):
+    """A router weight (fp32) rides behind its row, and so do the scales of an fp8 row, so that one message carries
+    all; the row is padded to whole 16 bytes."""
+    tail = weights[:, None]
+    if fp8:
+        rows, scales = to_e4m3(rows)
+        tail = torch.cat([tail, scales], 1)
+    tail = tail.view(rows.dtype)
     pad = -(rows.shape[1] + tail.shape[1]) % (16 // rows.element_size())
     return torch.cat([rows, tail, rows.new_zeros(len(rows), pad)], 1)
 
 
-def _unpack(wire, D):
-    width = 4 // wire.element_size()
-    return wire[:, :D], wire[:, D:D + width].contiguous().view(torch.float32).flatten()
+def _unpack(wire, D, from_fp8=None):
+    """→ rows, weights. from_fp8: the dtype that e4m3 rows become."""
+    numbers = 1 + (-(-D // 128) if from_fp8 else 0)
+    # a copy, because only whole numbers of 4 bytes from the start of a memory can be read as fp32
+    rows, tail = wire[:, :D], wire[:, D:D + numbers * 4 // wire.element_size()].clone().view(torch.float32)
+    return from_e4m3(rows, tail[:, 1:], from_fp8) if from_fp8 else rows, tail[:, 0]
 
 
 def dispatch(x_TD, weights_TK, plan):

@@ -335,6 +335,20 @@ def rounded(recipe, x, along, what="", splits=None):
     return y.flatten(-4, -3).flatten(-2)[..., :M, :N].to(x.dtype)
 
 
+def to_e4m3(x_TD, block=128):
+    """→ (bytes [T, D] of e4m3 numbers, scales [T, D / block, rounded up], fp32): x is about numbers · scales."""
+    blocks = F.pad(x_TD.float(), (0, -x_TD.shape[1] % block)).unflatten(1, (-1, block))
+    scale = scales_of(blocks.abs().amax(2, keepdim=True), "fp32", E4M3)
+    codes = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(1)[:, :x_TD.shape[1]], scale[:, :, 0]
+
+
+def from_e4m3(codes_TD, scales, dtype, block=128):
+    """The inverse of to_e4m3, as far as there is one."""
+    return (codes_TD.view(torch.float8_e4m3fn).float()
+            * scales.repeat_interleave(block, 1)[:, :codes_TD.shape[1]]).to(dtype)
+
+
 # --------------------------------------------------------------------------------------------------
 # Matrix products
 

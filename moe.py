@@ -1,8 +1,9 @@
 """The mixture-of-experts layer: who is called, how evenly, and what the called ones compute.
 
-Routing is always fp32 from fp32 weights; counters are int64 and the balancing bias is fp32, and a
-module-wide cast reaches none of them. To try another router, change Router.choose (which experts) or
-Router.scores (their weights); the rest of the trainer only sees experts_TK and weights_TK.
+Routing is fp32 from fp32 weights, whatever the precision of the rest (unless router_precision asks to see what
+happens otherwise); counters are int64 and the balancing bias is fp32, and a module-wide cast reaches none of
+them. To try another router, change Router.choose (which experts) or Router.scores (their weights); the rest of the
+trainer only sees experts_TK and weights_TK.
 
 Shapes: T tokens on this rank, D model width, E experts (all), L experts on this rank, K experts per token,
 F expert width, B sequences, Q rows received, R rows in expert-major order.
@@ -37,6 +38,8 @@ class MoEConfig:
                                "batch so far", choices=("batch", "sequence", "global"))
     z_loss_coef: float = knob(0.0, "weight of the loss on the size of router logits; 0: off", least=0)
     bias_update_rate: float = knob(0.0, "step of the bias that balances without a loss; 0: off", least=0)
+    router_precision: str = knob("fp32", "of the router's logits; bf16 is there to see what it does to the loss",
+                                 choices=("fp32", "bf16"))
     force_balance: bool = knob(False, "route round-robin, whatever the router says: for benchmarks only")
 
 
@@ -142,7 +145,8 @@ class Router(nn.Module):
         """→ experts_TK (-1: not routed), weights_TK, scores_TE, logits_TE. Pass experts_TK to keep an
         earlier choice: a recompute must not route again, or rounding could break a tie the other way."""
         cfg = self.cfg
-        logits_TE = linear(x_TD.float(), self.weight)
+        dtype = torch.bfloat16 if cfg.router_precision == "bf16" else torch.float32
+        logits_TE = linear(x_TD.to(dtype), self.weight.to(dtype)).float()
         scores_TE = self.scores(logits_TE)
         if experts_TK is None:
             if cfg.force_balance:
@@ -236,7 +240,8 @@ class MoE(nn.Module):
                                                                    plan and plan.experts_TK)
         if plan is None:
             plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy,
-                        self.layout.ep, self.layout.etp, self.shared_slots, self.align)
+                        self.layout.ep, self.layout.etp, self.shared_slots, self.align,
+                        cfg.dispatch_precision == "fp8")
             plan.load = self.load(plan, batch) if batch.train else None
             if plan.counts_first:
                 yield Exchange("counts", plan)

@@ -328,7 +328,9 @@ class _Late:
     def __init__(self, group, x, send, recv, plain, random):
         self.x, self.copy, self.random, self.done = x, x.clone(), random, False
         self.hidden, self.work = plain(group, self.copy, send, recv)
-        self.out = torch.full_like(self.hidden, torch.nan if x.is_floating_point() else -1)
+        # bytes are e4m3 numbers, and 255 of them NaN
+        late = torch.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else -1
+        self.out = torch.full_like(self.hidden, late)
 
     def wait(self):
         time.sleep(self.random.random() * 2e-3)

@@ -125,3 +125,42 @@ def test_overlap_without_permission_explains_itself(monkeypatch, capsys, tokens)
 
 def test_one_microbatch_is_never_hidden():
     assert bench.could_hide(8, 2.0, 1.0) == 7 / 8 and bench.could_hide(2, 0.5, 1.0) == 0.25
+
+
+# ---- ablate ----
+
+ABLATE = [word for word in SMALL if "steps" not in word] + ["--max_steps=2", "--eval_steps=1"]
+
+
+def test_ablate_compares_runs_of_equal_seeds(tokens, tmp_path):
+    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=0.0,1e-2", "--seeds=1,5", f"--data={tokens}", *ABLATE,
+               "--min_lr=0", "--warmup_steps=0", "--decay=constant", f"--json={tmp_path}/a.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["knob"] == "lr" and list(found["runs"]) == ["0.0", "1e-2"] and found["steps"] == 2
+    losses = {value: [run["val_loss"] for run in runs] for value, runs in found["runs"].items()}
+    assert all([run["seed"] for run in runs] == [1, 5] for runs in found["runs"].values())
+    assert len({loss for mine in losses.values() for loss in mine}) == 4     # values and seeds reach the runs
+    against = [b / a - 1 for a, b in zip(*losses.values())]
+    line = done.stdout.splitlines()[-1].split()
+    mine = losses["1e-2"]
+    assert line[:7] == ["1e-2", *(f"{x:.4f}" for x in (sum(mine) / 2, min(mine), max(mine))),
+                        *(f"{x:+.2%}" for x in (sum(against) / 2, min(against), max(against)))]
+    # the same run by hand
+    train = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e-2", "--seeds=5", f"--data={tokens}", *ABLATE,
+                "--min_lr=0", "--warmup_steps=0", "--decay=constant")
+    assert f"{mine[1]:.4f}" in train.stdout
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--knob=lr"], "set --values"), (["--values=1,2"], "knob= is no knob"),
+    (["--knob=seed", "--values=1"], "knob=seed is no knob"),
+    (["--knob=top_k", "--values=2,9"], "top_k=9 is more than num_experts=8"),
+    (["--knob=lr", "--values=0.1", "--eval_steps=0"], "eval_steps=0 leaves"),
+    (["--knob=lr", "--values=fast"], "--lr takes a number"),
+], ids=str)
+def test_ablate_says_in_one_line_what_is_wrong(tokens, words, says, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(["ablate", f"--data={tokens}", *ABLATE, *words])
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and len(lines) == 1 and says in lines[0], lines
