@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib.util
 import time
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def check(cfg, device):
     """Why the kernels cannot run as `cfg` asks on `device`. (That there is such a device is not checked here.)"""
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         return []
-    problems, size = check_precision(cfg), dtype_of(cfg.precision, device).itemsize
+    problems, size = check_precision(cfg, device), dtype_of(cfg.precision, device).itemsize
     if cfg.gemm == "triton":
         if triton is None:
             problems.append("gemm=triton, but triton is not installed: install it, or set gemm=torch")
@@ -272,19 +273,21 @@ RECIPES = {
 
 def recipe_of(cfg, layer):
     """The recipe of block number `layer`, or None where it computes in what its parameters are."""
-    inner = cfg.bf16_layers <= layer < cfg.n_layer - cfg.bf16_layers
-    return RECIPES.get(cfg.precision) if inner else None
+    if cfg.precision not in RECIPES or not cfg.bf16_layers <= layer < cfg.n_layer - cfg.bf16_layers:
+        return None
+    return RECIPES[cfg.precision] if cfg.emulate else TransformerEngine(cfg.precision)
 
 
-def check_precision(cfg):
+def check_precision(cfg, device):
     if cfg.precision not in RECIPES:
         return []
     problems = []
     if 2 * cfg.bf16_layers >= cfg.n_layer:
         problems.append(f"bf16_layers={cfg.bf16_layers} leaves none of the n_layer={cfg.n_layer} layers to "
                         f"precision={cfg.precision}: lower it, or set precision=bf16")
-    if not cfg.emulate:
-        problems.append(f"precision={cfg.precision} needs Transformer Engine: set emulate=true or precision=bf16")
+    if not cfg.emulate and (lack := TransformerEngine.lack(cfg.precision, device)):
+        problems.append(f"precision={cfg.precision} needs Transformer Engine and a GPU that has {cfg.precision}, but "
+                        f"{lack}: set precision=bf16, or emulate=true to see what it does to the loss")
     if cfg.capacity_factor and cfg.capacity_scope == "rank":
         problems.append(f"capacity_scope=rank gives an expert a number of rows that no host knows, as "
                         f"precision={cfg.precision} must: set capacity_scope=expert")
@@ -410,6 +413,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(x_TD, w_FD, recipe=None):
     """x_TD @ w_FD.T, whose weight gradient may be put off, in the precision of a layer's `recipe`."""
+    if isinstance(recipe, TransformerEngine):
+        return recipe.linear(x_TD, w_FD)
     return _Linear.apply(x_TD, w_FD, recipe)
 
 
@@ -589,7 +594,103 @@ def grouped_gemm(x_RD, w_LFD, groups, row_R=None, slot_TK=None, recipe=None):
     y[r] = w[l] @ x[row[r]], and no gathered copy is kept where a kernel can do without. With a layer's `recipe`, in
     its precision; `groups` then know their splits. Replace gemm_rows and gemm_experts to try other kernels.
     """
+    if isinstance(recipe, TransformerEngine):
+        return recipe.grouped(x_RD if row_R is None else permute(x_RD, row_R, slot_TK), w_LFD, groups)
     return _GroupedGemm.apply(x_RD, w_LFD, groups, row_R, slot_TK, recipe)
+
+
+class TransformerEngine:
+    """A block's linear layers and experts through Transformer Engine (2.4 or newer), whose kernels compute what
+    `rounded` only imitates.
+
+    A module is made for each weight when it is first used. It computes with the parameter's own memory and writes
+    gradients into the parameter's own .grad (its name for that is main_grad), so that flat buffers, optimizer and
+    checkpoints know nothing of it. It computes a weight gradient at once, not when the queue is drained.
+    """
+
+    # its recipe, and what it calls that when asked whether this GPU has it
+    NAMES = {"fp8": ("Float8CurrentScaling", "fp8"), "fp8_block": ("Float8BlockScaling", "fp8_block_scaling"),
+             "mxfp8": ("MXFP8BlockScaling", "mxfp8"), "nvfp4": ("NVFP4BlockScaling", "nvfp4")}
+
+    def __init__(self, precision):
+        self.name, self.align = precision, RECIPES[precision].align
+        self.modules, self.versions = {}, {}
+
+    @classmethod
+    def lack(cls, precision, device):
+        """Why this process cannot compute so on `device`, or nothing."""
+        if importlib.util.find_spec("transformer_engine") is None:
+            return f"transformer_engine is not installed and the device is {device.type}"
+        if device.type == "cpu":
+            return "the device is cpu"
+        try:
+            import transformer_engine.pytorch as te
+            from transformer_engine.common import recipe
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+        except Exception as error:      # its libraries may be missing, or made for another torch
+            return f"transformer_engine cannot be imported ({str(error).strip().partition(chr(10))[0]})"
+        name, asked = cls.NAMES[precision]
+        if not hasattr(recipe, name):
+            return f"the one installed is too old for it (it has no {name})"
+        if hasattr(te, f"is_{asked}_available"):    # from 2.9 on
+            fine, reason = getattr(te, f"is_{asked}_available")(return_reason=True)
+        else:
+            fine, reason = getattr(FP8GlobalStateManager, f"is_{asked}_available")()
+        return "" if fine else f"{torch.cuda.get_device_name(device)} has not: {reason.rstrip('.')}"
+
+    def autocast(self):
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe
+        recipe = getattr(recipe, self.NAMES[self.name][0])()
+        if hasattr(te, "autocast"):     # from 2.9 on
+            return te.autocast(enabled=True, recipe=recipe)
+        return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+    def linear(self, x_TD, w_FD):
+        out, width = w_FD.shape
+        module = self.module(w_FD, [w_FD], lambda te, **how: te.Linear(width, out, **how), ["weight"])
+        x = F.pad(x_TD, (0, 0, 0, -len(x_TD) % self.align))
+        with self.autocast():
+            return module(x, is_first_microbatch=self.is_first(w_FD))[:len(x_TD)]
+
+    def grouped(self, x_RD, w, groups):
+        w_LFD = _matrices(w)
+        L, out, width = w_LFD.shape
+        if not groups.rows:     # nothing to compute, but it must have been computed from x
+            return F.linear(x_RD, w_LFD[0].detach())
+        module = self.module(w, w_LFD, lambda te, **how: te.GroupedLinear(L, width, out, **how),
+                             [f"weight{i}" for i in range(L)])
+        with self.autocast():
+            y_RF = module(groups.real(x_RD), groups.splits, is_first_microbatch=self.is_first(w))
+        return groups.real(y_RF)    # whose gradients are zero in filler rows too
+
+    def module(self, w, parts, make, names):
+        """The module that multiplies by `w`, a parameter or a view of one, cut into the matrices `parts`."""
+        key = w.data_ptr(), w.shape
+        if key not in self.modules:
+            import transformer_engine.pytorch as te
+            parameter = w if w.is_leaf else w._base
+            grad = parameter.grad
+            self.modules[key] = module = make(te, bias=False, params_dtype=w.dtype, device=w.device,
+                                              init_method=lambda weight: None, fuse_wgrad_accumulation=grad is not None)
+            for name, part in zip(names, parts):
+                weight = torch.nn.Parameter(part.detach(), requires_grad=parameter.requires_grad)
+                if grad is not None:
+                    offset = grad.storage_offset() + part.storage_offset() - parameter.storage_offset()
+                    weight.main_grad = grad.as_strided(part.shape, part.stride(), offset)
+                setattr(module, name, weight)
+        return self.modules[key]
+
+    def is_first(self, w):
+        """Whether `w` has changed since this was last asked: then it is rounded anew, else what was kept of it serves.
+        None, where no backward follows: nothing is kept. (Backward after True writes main_grad where it would else
+        add to it. That is right because gradients begin as zeros and microbatches go back in the order in which they
+        came.)"""
+        if not torch.is_grad_enabled():
+            return None
+        key = w.data_ptr(), w.shape
+        first, self.versions[key] = self.versions.get(key) != w._version, w._version
+        return first
 
 
 # --------------------------------------------------------------------------------------------------

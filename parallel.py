@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from kernels import clock, drain_weight_gradients, linear, rounded, weight_gradient, weight_gradients_put_off
+from kernels import (TransformerEngine, clock, drain_weight_gradients, linear, rounded, weight_gradient,
+                     weight_gradients_put_off)
 from settings import knob
 
 
@@ -468,6 +469,9 @@ class _Column(torch.autograd.Function):
 def column_linear(x_TD, weights, group, recipe=None):
     """Products of all the group's tokens with this rank's rows [out / size, in] of some weights: [G, out / size]
     each, G = T·size."""
+    if isinstance(recipe, TransformerEngine):
+        x_GD = gather(x_TD, group)
+        return [recipe.linear(x_GD, w) for w in weights]
     return _Column.apply(group, recipe, x_TD, *weights)
 
 

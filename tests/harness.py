@@ -120,6 +120,14 @@ def config(**knobs):
     return train.Config(**{**SMALL, **knobs})
 
 
+class Alone:
+    """A group of one, without a job."""
+    size, rank = 1, 0
+    all_gather = reduce_scatter = staticmethod(lambda x: x)
+    start_all_gather = start_reduce_scatter = staticmethod(lambda x: (x, Alone))
+    wait = staticmethod(lambda: None)
+
+
 # ---- what happens on a rank ----
 
 

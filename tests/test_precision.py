@@ -4,7 +4,6 @@ nothing."""
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import harness
 import kernels
@@ -14,9 +13,6 @@ from harness import bit_equal, config, run_layouts
 from settings import load
 
 RECIPES = list(kernels.RECIPES)
-ALONE = SimpleNamespace(size=1, rank=0, all_gather=lambda x: x, reduce_scatter=lambda x: x)
-for start in ("start_all_gather", "start_reduce_scatter"):
-    setattr(ALONE, start, lambda x: (x, SimpleNamespace(wait=lambda: None)))
 
 
 def snr(plain, x):
@@ -160,7 +156,7 @@ def test_three_products_of_a_linear_layer(name):
 
     x, weights = x.requires_grad_(), [w.requires_grad_() for w in ws]
     assert_products([kernels.linear(x, w, recipe) for w in weights], x)
-    ys = parallel.column_linear(x, weights, ALONE, recipe)
+    ys = parallel.column_linear(x, weights, harness.Alone, recipe)
     dx, *dws = torch.autograd.grad(ys, [x, *weights], dys)
     assert_near(dx, plain[0][1] + plain[1][1], "dx of both")
     for a, y, (y_plain, _, dw) in zip(dws, ys, plain):
