@@ -387,7 +387,7 @@ def must_be_equal():
     """Names of the knobs without which a ratio of speeds means nothing."""
     model = {field.name for part in (train.models.ModelConfig, train.moe.MoEConfig)
              for field in dataclasses.fields(part)}
-    return model - OF_LEARNING | {"precision", "global_batch", "data", "seed"}
+    return model - OF_LEARNING | {"precision", "emulate", "bf16_layers", "global_batch", "data", "seed"}
 
 
 def alternate(trainers, rounds, steps, peak=None):
@@ -443,7 +443,7 @@ def ab(argv):
                       f"--force")
     launch(cfgs[0].nproc)
     trainers = [train.Trainer(cfg, world) for cfg in cfgs]
-    peak = train.peak_flops(trainers[0].device, trainers[0].dtype)
+    peak = train.peak_flops(trainers[0].device, kernels.multiplied_dtype(cfgs[0], trainers[0].device))
     turns = alternate(trainers, cfgs[0].rounds, cfgs[0].steps, peak)
     rows, speeds = [], []
     for name, text, mine in zip("AB", options, turns):

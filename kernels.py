@@ -150,7 +150,17 @@ clock = Clock()
 PEAK_TFLOPS = {
     ("GB300", torch.bfloat16): 2500, ("GB200", torch.bfloat16): 2500,
     ("H200", torch.bfloat16): 989, ("H100 80GB HBM3", torch.bfloat16): 989,
+    ("GB300", torch.float8_e4m3fn): 5000, ("GB200", torch.float8_e4m3fn): 5000,
+    ("H200", torch.float8_e4m3fn): 1979, ("H100 80GB HBM3", torch.float8_e4m3fn): 1979,
+    ("GB300", torch.float4_e2m1fn_x2): 15000, ("GB200", torch.float4_e2m1fn_x2): 10000,
 }
+
+
+def multiplied_dtype(cfg, device):
+    """Of the numbers that matrices are multiplied in."""
+    if cfg.precision in RECIPES and not cfg.emulate:
+        return torch.float4_e2m1fn_x2 if cfg.precision == "nvfp4" else torch.float8_e4m3fn
+    return dtype_of(cfg.precision, device)
 
 
 def peak_flops(device, dtype):
@@ -669,7 +679,7 @@ class TransformerEngine:
         key = w.data_ptr(), w.shape
         if key not in self.modules:
             import transformer_engine.pytorch as te
-            parameter = w if w.is_leaf else w._base
+            parameter = w if isinstance(w, torch.nn.Parameter) else w._base
             grad = parameter.grad
             self.modules[key] = module = make(te, bias=False, params_dtype=w.dtype, device=w.device,
                                               init_method=lambda weight: None, fuse_wgrad_accumulation=grad is not None)

@@ -27,7 +27,7 @@ from torch import nn
 import moe
 import parallel
 from dispatch import DispatchConfig
-from kernels import KernelConfig, linear, recipe_of, rms_norm, use
+from kernels import RECIPES, KernelConfig, linear, recipe_of, rms_norm, use
 from moe import Batch, FeedForward, MoE
 from parallel import (Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
                       scatter, stage_layers, sum_over, together, zigzag_runs)
@@ -90,6 +90,12 @@ def check(cfg):
     if cfg.seq_len % (2 * cfg.cp if cfg.cp > 1 else 1):
         problems.append(f"seq_len={cfg.seq_len} is not a multiple of 2*cp = 2*{cfg.cp} = {2 * cfg.cp}: change seq_len "
                         f"or cp")
+    if cfg.precision in RECIPES and not cfg.emulate:
+        least = 32 if cfg.precision == "mxfp8" else 16
+        off = [f"{name}={width}" for name, width in multiplied_widths(cfg).items() if width % least]
+        if off:
+            problems.append(f"{', '.join(off)}: not a multiple of {least}, as precision={cfg.precision} needs: change it, "
+                            f"or set precision=bf16")
     if cfg.n_dense_layers > cfg.n_layer:
         problems.append(f"n_dense_layers={cfg.n_dense_layers} is more than n_layer={cfg.n_layer}")
     return problems
@@ -100,6 +106,21 @@ def head_width(cfg):
     if cfg.attention == "mla":
         return cfg.d_nope + cfg.d_rope
     return cfg.d_head or cfg.d_model // cfg.n_head
+
+
+def multiplied_widths(cfg):
+    """{name: how long rows and columns of a rank's matrices are}, of those that low precision multiplies."""
+    widths = {"d_model": cfg.d_model, "d_expert/etp": cfg.d_expert // cfg.etp}
+    if cfg.n_dense_layers:
+        widths["d_ff/tp"] = cfg.d_ff // cfg.tp
+    if cfg.attention == "mla":
+        return widths | {"heads*width/tp": cfg.n_head * head_width(cfg) // cfg.tp, "q_lora_rank": cfg.q_lora_rank,
+                         "kv_lora_rank": cfg.kv_lora_rank, "kv_lora_rank+d_rope": cfg.kv_lora_rank + cfg.d_rope,
+                         "heads*(d_nope+d_v)/tp": cfg.n_head * (cfg.d_nope + cfg.d_v) // cfg.tp,
+                         "heads*d_v/tp": cfg.n_head * cfg.d_v // cfg.tp}
+    kv = (cfg.n_kv_head or cfg.n_head) * head_width(cfg)
+    return widths | {"heads*width/tp": cfg.n_head * head_width(cfg) // cfg.tp,
+                     "key heads*width/tp": max(kv // cfg.tp, head_width(cfg))}
 
 
 YARN = {"factor": None, "original": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0,

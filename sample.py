@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import data
 import model as models
 import parallel
 import train
-from kernels import dtype_of
+from kernels import RECIPES, dtype_of
 from settings import knob, load
 
 
@@ -51,6 +52,8 @@ def open_checkpoint(path):
 def load_model(folder, state, device):
     """The whole model of a checkpoint on this process."""
     cfg = checkpoint.config_of(state, models.Architecture)
+    if cfg.precision in RECIPES and not cfg.emulate:    # Transformer Engine may not be here, and few tokens need none
+        cfg = dataclasses.replace(cfg, precision="bf16")
     layout = parallel.Layout(parallel.sizes_of(cfg, 1), device)
     with torch.device("meta"):
         model = models.Model(cfg, layout)

@@ -353,7 +353,7 @@ class Log:
     def __init__(self, trainer, folder=None, done=0, wandb_id=None):
         self.trainer, self.cfg, self.history, self.stop = trainer, trainer.cfg, [], False
         self.rank, self.world = trainer.layout.world.rank, trainer.layout.world.size
-        self.peak = peak_flops(trainer.device, trainer.dtype)
+        self.peak = peak_flops(trainer.device, kernels.multiplied_dtype(self.cfg, trainer.device))
         self.file, self.board = None, None
         self.counts = models.parameter_counts(trainer.model)    # all ranks together
         if self.rank == 0:

@@ -1,6 +1,9 @@
 """Transformer Engine's own Python layer on a machine without a GPU, under a stand-in for its compiled extension.
 
-    python te_emulated.py        one JSON object with what the scenarios below found
+    python te_emulated.py            one JSON object with what the scenarios below found on a pretended GPU
+    python te_emulated.py lack       only what that GPU lacks
+
+The environment's CAPABILITY says which GPU: 10.0, 9.0.
 
 It shows that kernels.TransformerEngine calls the real modules as they want to be called, that gradients find their
 way and how large errors are; nothing about kernels, and nothing about speed. The stand-in rounds with the same
@@ -13,7 +16,9 @@ import importlib.machinery
 import json
 import os
 import sys
+import tempfile
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -275,12 +280,48 @@ def linears(precision):
             "outside of the slice": max(ours[5][:32].abs().max().item(), ours[5][64:].abs().max().item())}
 
 
+TRAINING = {
+    "capacity, experts recomputed": dict(capacity_factor=2.0, recompute=("moe",)),
+    "dropless, blocks recomputed": dict(capacity_factor=0.0, recompute=("full",)),
+    "latent attention": dict(attention="mla", n_kv_head=0, qk_norm="none", kv_lora_rank=32, d_rope=16),
+}
+
+
+def training(name, knobs, folder):
+    """Two forward and backward passes of a whole model, with weights that change between them, against the same with
+    emulate=true: the worst error of a gradient, and how often each weight was rounded in the last pass."""
+    import optim
+    import train
+    small = dict(data=folder, precision=name, n_layer=2, d_model=64, d_expert=32, d_ff=64, global_batch=2, **knobs)
+    found = []
+    for emulate in (True, False):
+        trainer = train.Trainer(harness.config(emulate=emulate, **small))
+        for step in range(2):
+            before = len(roundings)
+            trainer.forward_backward(list(trainer.batches(step)))
+            if step == 0:
+                for family in trainer.optimizer.families:
+                    family.flat.mul_(1.25)
+        trainer.optimizer.reduce()
+        found.append(optim.full_gradients(trainer.model, trainer.optimizer))
+    weights = sum(what == "weight" for _, what, _ in roundings[before:])
+    errors = {p: snr(grad, found[1][p]) for p, grad in found[0].items() if "router" not in p}
+    return {"worst": min(errors.values()), "weights rounded": weights}
+
+
 def main():
+    torch.set_num_threads(1)
     install()
+    torch.cuda.Event = MagicMock()
     found = {"lack": {name: kernels.TransformerEngine.lack(name, torch.device("cuda", 0)) for name in kernels.RECIPES}}
-    for name in kernels.RECIPES:
-        if not found["lack"][name]:
+    if sys.argv[1:] != ["lack"]:
+        for name in kernels.RECIPES:
             found[name] = {"experts": experts(name), "linears": linears(name)}
+        with tempfile.TemporaryDirectory() as folder:
+            harness.write_tokens(Path(folder), torch.randint(0, 64, [16 * 200 + 1],
+                                                             generator=torch.Generator().manual_seed(0)).numpy())
+            for what, knobs in TRAINING.items():
+                found[what] = training("fp8_block", knobs, folder)
     print(json.dumps(found))
 
 

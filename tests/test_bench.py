@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -132,24 +133,39 @@ def test_one_microbatch_is_never_hidden():
 ABLATE = [word for word in SMALL if "steps" not in word] + ["--max_steps=2", "--eval_steps=1"]
 
 
-def test_ablate_compares_runs_of_equal_seeds(tokens, tmp_path):
-    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=0.0,1e-2", "--seeds=1,5", f"--data={tokens}", *ABLATE,
-               "--min_lr=0", "--warmup_steps=0", "--decay=constant", f"--json={tmp_path}/a.json")
-    assert done.returncode == 0, done.stderr
+def test_ablate_compares_runs_of_equal_seeds(tokens, tmp_path, monkeypatch, capsys):
+    """What the runs found is made up here: 2 + seed, and a hundredth of the learning rate times the seed more."""
+    launched = []
+
+    def start_ranks(world, argv, stdout=None):
+        launched.append((world, argv))
+        cfg = bench.load(bench.train.Config, argv[1:])
+        loss = (2 + cfg.seed) * (1 + cfg.lr * cfg.seed / 100)
+        rows = [{"tokens_per_s": 1.0 + i} for i in range(10)] + [{"tokens_per_s": 1000.0, "val_loss": loss}]
+        Path(cfg.out_dir, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(bench, "start_ranks", start_ranks)
+    assert bench.main(["ablate", "--knob=lr", "--values=0.0,1.0", "--seeds=1,5", f"--data={tokens}", *ABLATE, "--min_lr=0",
+                       f"--json={tmp_path}/a.json"]) == 0
+    assert [(cfg.seed, cfg.lr) for cfg in (bench.load(bench.train.Config, argv[1:]) for _, argv in launched)] == [
+        (1, 0.0), (1, 1.0), (5, 0.0), (5, 1.0)]
+    assert len({argv[-3] for _, argv in launched}) == 4 and {world for world, _ in launched} == {2}     # out_dirs
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["knob"] == "lr" and list(found["runs"]) == ["0.0", "1e-2"] and found["steps"] == 2
-    losses = {value: [run["val_loss"] for run in runs] for value, runs in found["runs"].items()}
-    assert all([run["seed"] for run in runs] == [1, 5] for runs in found["runs"].values())
-    assert len({loss for mine in losses.values() for loss in mine}) == 4     # values and seeds reach the runs
-    against = [b / a - 1 for a, b in zip(*losses.values())]
-    line = done.stdout.splitlines()[-1].split()
-    mine = losses["1e-2"]
-    assert line[:7] == ["1e-2", *(f"{x:.4f}" for x in (sum(mine) / 2, min(mine), max(mine))),
-                        *(f"{x:+.2%}" for x in (sum(against) / 2, min(against), max(against)))]
-    # the same run by hand
-    train = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e-2", "--seeds=5", f"--data={tokens}", *ABLATE,
-                "--min_lr=0", "--warmup_steps=0", "--decay=constant")
-    assert f"{mine[1]:.4f}" in train.stdout
+    assert found["runs"]["1.0"] == [{"seed": 1, "val_loss": pytest.approx(3.03), "tokens_per_s": 6.5},
+                                    {"seed": 5, "val_loss": pytest.approx(7.35), "tokens_per_s": 6.5}]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split() == "0.0 5.0000 3.0000 7.0000 +0.00% +0.00% +0.00% 6".split()
+    assert lines[-1].split() == "1.0 5.1900 3.0300 7.3500 +3.00% +1.00% +5.00% 6".split()
+
+
+def test_ablate_trains(tokens):
+    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e-2", "--seeds=5", f"--data={tokens}", *ABLATE[2:],
+               "--nproc=1", "--max_steps=2", "--eval_steps=1")
+    assert done.returncode == 0 and "--lr=1e-2 --seed=5: validation loss 4." in done.stdout, done.stderr
+    # a run that fails ends it, with the run's own words
+    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e30", "--seeds=5", f"--data={tokens}", *ABLATE[2:],
+               "--nproc=1", "--max_steps=4", "--eval_steps=1", "--optimizer=sgd", "--warmup_steps=0", "--grad_clip=0")
+    assert done.returncode == 1 and "did not end with a finite loss" in done.stderr.splitlines()[-1], done.stderr
 
 
 @pytest.mark.parametrize("words, says", [
