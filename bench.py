@@ -7,6 +7,7 @@
     python bench.py ab "--overlap=none" "--overlap=pair"      any two variants, alternated in one run
     python bench.py overlap                                   what overlap hides on a network slowed down on purpose
     python bench.py memory config/deepseek_v3.py              what a block keeps for backward, by recompute and offload
+    python bench.py ablate --knob=precision --values=fp32,bf16     what a knob does to the loss, over several seeds
 
 Every command takes --help, and --json=FILE to keep what it prints. A figure is a median of repeated runs on an
 idle machine and names its device. On a CPU `kernels` measures the torch back-end at a fraction of the rows and
@@ -48,15 +49,15 @@ from settings import as_dict, knob, load
 # Shared by the commands
 
 
-def start_ranks(nproc, argv, **env):
-    """Runs this program with `argv` on nproc ranks. → 0 if all of them end well, else 1. (torchrun would answer a
+def start_ranks(nproc, argv, stdout=None, **env):
+    """Runs the program `argv` on nproc ranks. → 0 if all of them end well, else 1. (torchrun would answer a
     result that is not equal with a page about failed workers.)"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
               "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc), **env}
-    ranks = [subprocess.Popen([sys.executable, *argv], env=os.environ | {
+    ranks = [subprocess.Popen([sys.executable, *argv], stdout=stdout, env=os.environ | {
         name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
         for rank in range(nproc)]
     try:
@@ -391,7 +392,7 @@ def must_be_equal():
     """Names of the knobs without which a ratio of speeds means nothing."""
     model = {field.name for part in (train.models.ModelConfig, train.moe.MoEConfig)
              for field in dataclasses.fields(part)}
-    return model - OF_LEARNING | {"precision", "global_batch", "data", "seed"}
+    return model - OF_LEARNING | {"precision", "emulate", "bf16_layers", "global_batch", "data", "seed"}
 
 
 def alternate(trainers, rounds, steps, peak=None):
@@ -447,7 +448,7 @@ def ab(argv):
                       f"--force")
     launch(cfgs[0].nproc)
     trainers = [train.Trainer(cfg, world) for cfg in cfgs]
-    peak = train.peak_flops(trainers[0].device, trainers[0].dtype)
+    peak = train.peak_flops(trainers[0].device, kernels.multiplied_dtype(cfgs[0], trainers[0].device))
     turns = alternate(trainers, cfgs[0].rounds, cfgs[0].steps, peak)
     rows, speeds = [], []
     for name, text, mine in zip("AB", options, turns):
@@ -697,8 +698,74 @@ def memory_command(argv):
 
 
 # --------------------------------------------------------------------------------------------------
+# ablate: what one knob does to the loss
 
-COMMANDS = {"check": check, "kernels": kernels_command, "ab": ab, "overlap": overlap, "memory": memory_command}
+
+@dataclass
+class AblateConfig(train.Config):
+    """Knobs of `python bench.py ablate`. Every run has an out_dir of its own, gone when it has ended."""
+
+    program = "bench.py ablate"
+
+    nproc: int = knob(4, "ranks of each run", least=1)
+    values: tuple[str, ...] = knob((), "separated by commas; the first is what the others are compared with")
+    seeds: tuple[int, ...] = knob((1, 2, 3), "one run each: other initial values, other order of the data", least=0)
+    json: str = knob("", "file for the figures")
+    knob: str = knob("", "the one that takes each of --values")     # last: here the name of the function ends
+
+
+def ablate(argv):
+    """Trains from scratch with every value and seed, one run after the other, as train.py would with the same words.
+    Seeds turn slowest, so that a machine that grows slower is no value's fault."""
+    of_bench = {field.name for field in dataclasses.fields(AblateConfig)} - {
+        field.name for field in dataclasses.fields(train.Config)}
+    common = [word for word in argv if word.removeprefix("--").partition("=")[0] not in of_bench]
+    world = world_of(argv, AblateConfig.nproc)
+    check_run = lambda cfg: train.check(cfg, world) + [
+        problem for problem, found in (
+            (f"knob={cfg.knob} is no knob of train.py that could be varied: --help lists them",
+             cfg.knob not in as_dict(train.Config()) or cfg.knob in ("seed", "out_dir")),
+            ("values has nothing to try: set --values=a,b", not cfg.values),
+            ("eval_steps=0 leaves no validation loss to compare: set eval_steps=8", not cfg.eval_steps)) if found]
+    cfg = load(AblateConfig, argv, check_run)
+    runs = [(value, [*common, f"--{cfg.knob}={value}"]) for value in cfg.values]
+    for _, words in runs:
+        load(train.Config, words, lambda cfg: train.check(cfg, world))
+    found = {value: [] for value in cfg.values}
+    for seed, (value, words) in itertools.product(cfg.seeds, runs):
+        with tempfile.TemporaryDirectory() as folder:
+            own = [f"--seed={seed}", f"--out_dir={folder}", "--eval_interval=0", "--save_interval=0"]
+            failed = start_ranks(world, [train.__file__, *words, *own], subprocess.DEVNULL)
+            path = Path(folder) / "metrics.jsonl"
+            rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if failed or rows[-1].get("val_loss") is None:
+            print(f"error: the run with --{cfg.knob}={value} --seed={seed} did not end with a finite loss",
+                  file=sys.stderr)
+            return 1
+        speed = statistics.median(row["tokens_per_s"] for row in rows[len(rows) // 10:])
+        found[value].append({"seed": seed, "val_loss": rows[-1]["val_loss"], "tokens_per_s": speed})
+        print(f"--{cfg.knob}={value} --seed={seed}: validation loss {rows[-1]['val_loss']:.4f}, {speed:,.0f} tokens/s",
+              flush=True)
+    lines, first = [], None
+    for value, results in found.items():
+        losses = [result["val_loss"] for result in results]
+        # by seeds: each of them begins with the same weights and sees the same data under every value
+        first = first or losses
+        against = [loss / other - 1 for loss, other in zip(losses, first)]
+        lines.append({cfg.knob: value, "val loss": statistics.mean(losses), "low": min(losses), "high": max(losses),
+                      f"against {cfg.values[0]}": statistics.mean(against), "from": min(against), "to": max(against),
+                      "tokens/s": statistics.median(result["tokens_per_s"] for result in results)})
+    formats = dict(zip(lines[0], ["", ".4f", ".4f", ".4f", "+.2%", "+.2%", "+.2%", ",.0f"]))
+    print(f"{cfg.max_steps} steps on {world} ranks, {len(cfg.seeds)} seeds each; validation loss: mean, lowest and "
+          f"highest; tokens/s: median", *table(lines, formats), sep="\n")
+    write_json(cfg.json, {"knob": cfg.knob, "steps": cfg.max_steps, "ranks": world, "runs": found})
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+
+COMMANDS = {"check": check, "kernels": kernels_command, "ab": ab, "overlap": overlap, "memory": memory_command,
+            "ablate": ablate}
 
 
 def main(argv):

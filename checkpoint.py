@@ -828,7 +828,7 @@ class ExportConfig:
 
     program = "checkpoint.py export OUT_DIR DIR"
 
-    dtype: str = knob("auto", "of the tensors; auto: bf16 if the run's precision was that, else fp32",
+    dtype: str = knob("auto", "of the tensors; auto: bf16 if the run's precision was that or lower, else fp32",
                       choices=("auto", "fp32", "bf16"))
 
 
@@ -890,7 +890,7 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
         raise CheckpointError(f"checkpoint {source} is damaged: {flaws[0]}")
     cfg = config_of(state, models.Architecture)
     if dtype == "auto":
-        dtype = cfg.precision
+        dtype = "fp32" if cfg.precision in ("auto", "fp32") else "bf16"
     dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
     kind, contents = config_json(cfg, dtype)
     tensors, layout = _tensors(kind, cfg), parallel.Layout(parallel.sizes_of(cfg, 1), torch.device("cpu"))

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import Groups, backend, clock, permute, unpermute
+from kernels import RECIPES, Groups, backend, clock, from_e4m3, permute, to_e4m3, unpermute
 from settings import knob
 
 
@@ -52,6 +52,9 @@ class DispatchConfig:
                             "position, the latest choice of the latest token", choices=("probs", "position"))
     on_overflow: str = knob("drop", "what a step does whose experts are full: drop choices, or rerun without any "
                             "limit and forget the first attempt", choices=("drop", "rerun"))
+    dispatch_precision: str = knob("auto", "what tokens are on their way to the experts; fp8: e4m3 with a scale per 128 "
+                                   "values; auto: as they are. Results and all gradients travel as they are",
+                                   choices=("auto", "fp8"))
 
 
 def check(cfg):
@@ -68,9 +71,11 @@ def sharing(cfg, ep):
 def capacity(cfg, tokens, shared=1):
     """C, the slots that `shared` experts have together, for `tokens` per rank and microbatch: computed from the
     configuration, so that ranks agree by construction. A token takes an expert at most once, hence never more than
-    it can choose. 0: dropless."""
-    return min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k * shared / cfg.num_experts),
-               tokens * min(shared, cfg.top_k))
+    it can choose, but for what a low precision fills up. 0: dropless."""
+    C = min(math.ceil(cfg.capacity_factor * tokens * cfg.top_k * shared / cfg.num_experts),
+            tokens * min(shared, cfg.top_k))
+    align = RECIPES[cfg.precision].align if cfg.precision in RECIPES else 1
+    return -(-C // align) * align
 
 
 def _spans(counts):
@@ -101,6 +106,8 @@ class Plan:
     shared      how many experts, all of one rank, have these C slots together
     ep, etp     the groups to travel over
     gathered    dispatcher=allgather, or nobody to travel to
+    align       > 1: the rows of an expert are filled up to a multiple of this, and to a number that the host knows
+    fp8         tokens travel as e4m3. Gradients do not, so that of the rounding is the identity
 
     slot_TK     the slot of each assignment, -1 if dropped or not routed
     choice_S    its inverse: the flat assignment t·K + k in each slot, -1 if the slot is empty (known in
@@ -114,8 +121,9 @@ class Plan:
     """
 
     def __init__(self, experts_TK, weights_TK, num_experts, capacity, drop_policy, ep, etp, shared=1,
-                 gathered=False):
+                 gathered=False, align=1, fp8=False):
         self.experts_TK, self.ep, self.etp, self.capacity, self.shared = experts_TK, ep, etp, capacity, shared
+        self.align, self.fp8 = align, fp8
         self.num_experts, self.device = num_experts, experts_TK.device
         self.num_local, self.alone = num_experts // ep.size, ep.size * etp.size == 1
         self.gathered = gathered or self.alone
@@ -172,9 +180,13 @@ class Plan:
             yield       # no way to go, but every exchange is one turn
         if direction == "counts":
             return (yield from self._travel_counts())
-        if self.gathered:
-            return (yield from self._gather(direction, [rows] if weights is None else [rows, weights]))
-        return (yield from (self._travel_out if direction == "out" else self._travel_back)(rows, weights))
+        if not self.gathered:
+            return (yield from (self._travel_out if direction == "out" else self._travel_back)(rows, weights))
+        tensors = [rows] if weights is None else [rows, weights]
+        if self.fp8 and direction == "out" and weights is not None and not self.alone:
+            wire, = yield from self._gather(direction, [_pack(rows, weights, fp8=True)])
+            return _unpack(wire, rows.shape[1], weights.shape[1], rows.dtype)
+        return (yield from self._gather(direction, tensors))
 
     def _travel_counts(self):
         W, L, N = self.ep.size, self.num_local, self.etp.size
@@ -185,18 +197,19 @@ class Plan:
         else:
             counts_WL = yield from self._hop(self.ep, self.kept_E, None, None)
             counts_QL = yield from self._hop(self.etp, counts_WL.repeat(N), None, None)
+        rows_L = None
         if not self.capacity:
-            host = torch.cat([self.kept_E, counts_QL.flatten()]).view((1 + N) * W, L).sum(1)
+            host = torch.cat([self.kept_E, counts_QL.flatten()]).view(1 + N, W, L)
             if host.is_cuda:
                 # the host needs the sizes, but the other microbatch need not stop for it
                 host, event = host.to("cpu", non_blocking=True), torch.cuda.Event()
                 event.record()
                 yield
                 event.synchronize()
-            self.send, *sources = host.view(1 + N, W).tolist()
+            self.send, *sources = host.sum(2).tolist()
             self.recv, self.share = sources[self.etp.rank], [sum(s) for s in sources]
-            self.choice_S = self.choice_S[:sum(self.send)]
-        self._arrange(counts_QL.reshape(N * W, L))
+            self.choice_S, rows_L = self.choice_S[:sum(self.send)], host[1:].sum((0, 1)).tolist()
+        self._arrange(counts_QL.reshape(N * W, L), rows_L)
         if self.gathered:
             self._take_rows(kept_QE, slot_QS)
 
@@ -235,14 +248,14 @@ class Plan:
         return tensors
 
     def _travel_out(self, rows, weights):
-        D, N = rows.shape[1], self.etp.size
-        wire = rows if weights is None else _pack(rows, weights)
+        D, N, fp8, dtype = rows.shape[1], self.etp.size, self.fp8 and weights is not None, rows.dtype
+        wire = rows if weights is None else _pack(rows, weights, fp8)
         wire = yield from self._hop(self.ep, wire, self.send, self.recv)
         wire = yield from self._hop(self.etp, wire.repeat(N, 1) if N > 1 else wire, self.recv and N * [len(wire)],
                                     self.share)
         if weights is None:
             return [wire]
-        rows, weights = _unpack(wire, D)
+        rows, weights = _unpack(wire, D, from_fp8=fp8 and dtype)
         self._arrived(weights)
         return [rows, weights]
 
@@ -282,14 +295,23 @@ class Plan:
             filled_Q = (weights_Q < 0).logical_not()
             self._arrange(filled_Q.view(-1, self.num_local, self.capacity).sum(2))
 
-    def _arrange(self, counts_WL):
-        """The maps between received rows, in (source, expert) order, and expert-major rows."""
+    def _arrange(self, counts_WL, rows_L=None):
+        """The maps between received rows, in (source, expert) order, and expert-major rows. rows_L: how many there
+        are for each expert, if the host knows."""
         W, L = counts_WL.shape
-        if self.capacity >= WIDE and self.shared == 1 and backend.triton:
+        if self.capacity >= WIDE and self.shared == self.align == 1 and backend.triton:
             self.row_R = self.place_Q = None
             self.groups = Groups.padded(counts_WL, self.capacity)
             return
-        starts, ends = _spans(counts_WL.t().flatten())      # of each (expert, source) among expert-major rows
+        splits, room_L = None, counts_WL.sum(0)     # what each expert has among expert-major rows
+        if self.align > 1 and self.capacity:
+            splits, room_L = [W * self.capacity] * L, torch.full_like(room_L, W * self.capacity)
+        elif self.align > 1:
+            splits, room_L = ([-(-n // self.align) * self.align for n in rows_L],
+                              -(-room_L // self.align) * self.align)
+        ends_L = room_L.cumsum(0)
+        ends = counts_WL.t().cumsum(1) + (ends_L - room_L)[:, None]     # of each (expert, source) among them
+        starts, ends = (ends - counts_WL.t()).flatten(), ends.flatten()
         if self.capacity:
             runs_WN = torch.arange(W * L // self.shared, device=self.device).view(W, -1, 1) * self.capacity
             before_WL = counts_WL.view(W, -1, self.shared)      # rows of the experts before, in one run of slots
@@ -298,15 +320,20 @@ class Plan:
         else:
             Q = sum(self.share)
             base_WL = _spans(counts_WL.flatten())[0].view(W, L)
-        position = torch.arange(Q, device=self.device)
+        R = Q if splits is None else sum(splits)
+        position = torch.arange(R, device=self.device)
         # the run that holds each row: the first whose end lies beyond it
         run = torch.searchsorted(ends, position, right=True).clamp_max(W * L - 1)
-        self.row_R = torch.where(position < ends[-1], base_WL.t().flatten()[run] + position - starts[run], -1)
+        real_R = (starts[run] <= position) & (position < ends[run])
+        self.row_R = torch.where(real_R, base_WL.t().flatten()[run] + position - starts[run], -1)
+        position = torch.arange(Q, device=self.device)
         segment = torch.searchsorted(base_WL.flatten(), position, right=True) - 1
         offset = position - base_WL.flatten()[segment]
         place = starts.view(L, W).t().flatten()[segment] + offset
         self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
-        self.groups = Groups.packed(ends.view(L, W)[:, -1].to(torch.int32), Q)
+        self.groups = Groups.packed(ends_L.to(torch.int32), R)
+        if splits is not None:
+            self.groups.splits, self.groups.real_R = splits, real_R
 
     @property
     def token_S(self):
@@ -335,17 +362,27 @@ def _through(second, first):
     return torch.where(first < 0, -1, second[first.clamp_min(0)]) if len(second) else first
 
 
-def _pack(rows, weights):
-    """A router weight (fp32) rides behind its row, so that one message carries both; the row is padded to
-    whole 16 bytes."""
-    tail = weights[:, None].view(rows.dtype)
+def _pack(rows, weights, fp8=False):
+    """Router weights (fp32), one or K of a row, ride behind it, and so do the scales of an fp8 row, so that one message
+    carries all; the row is padded to whole 16 bytes."""
+    tail = weights.reshape(len(rows), -1)
+    if fp8:
+        rows, scales = to_e4m3(rows)
+        tail = torch.cat([tail, scales], 1)
+    tail = tail.view(rows.dtype)
     pad = -(rows.shape[1] + tail.shape[1]) % (16 // rows.element_size())
     return torch.cat([rows, tail, rows.new_zeros(len(rows), pad)], 1)
 
 
-def _unpack(wire, D):
-    width = 4 // wire.element_size()
-    return wire[:, :D], wire[:, D:D + width].contiguous().view(torch.float32).flatten()
+def _unpack(wire, D, K=0, from_fp8=None):
+    """→ rows […, D], and weights […, K], or […] if there is one a row. from_fp8: the dtype that e4m3 rows become."""
+    scales_at = K or 1
+    numbers = scales_at + (-(-D // 128) if from_fp8 else 0)
+    # a copy, because only whole numbers of 4 bytes from the start of a memory can be read as fp32
+    rows, tail = wire[:, :D], wire[:, D:D + numbers * 4 // wire.element_size()].clone().view(torch.float32)
+    if from_fp8:
+        rows = from_e4m3(rows, tail[:, scales_at:], from_fp8)
+    return rows, tail[:, :K] if K else tail[:, 0]
 
 
 def dispatch(x_TD, weights_TK, plan):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib.util
 import time
 from dataclasses import dataclass
 
@@ -43,8 +44,13 @@ except ImportError:
 
 @dataclass
 class KernelConfig:
-    precision: str = knob("auto", "parameters and arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
-                          choices=("auto", "fp32", "bf16"))
+    precision: str = knob("auto", "parameters and arithmetic; auto: bf16 on a GPU, fp32 elsewhere; what is lower rounds "
+                          "the operands of linear layers and experts, all else is bf16",
+                          choices=("auto", "fp32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"))
+    emulate: bool = knob(False, "round as a precision below bf16 does, in torch, instead of computing in it: on any "
+                         "machine, to study what it does to the loss")
+    bf16_layers: int = knob(0, "how many of the first and of the last layers stay bf16 where precision is lower",
+                            least=0)
     gemm: str = knob("auto", "who computes experts, permutes and SwiGLU; auto: triton on a GPU from sm_90 on, "
                      "torch elsewhere", choices=("auto", "triton", "torch"))
     comm_sms: int = knob(0, "multiprocessors of a GPU that Triton's grouped GEMMs leave to exchanges", least=0)
@@ -54,7 +60,7 @@ def check(cfg, device):
     """Why the kernels cannot run as `cfg` asks on `device`. (That there is such a device is not checked here.)"""
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         return []
-    problems, size = [], dtype_of(cfg.precision, device).itemsize
+    problems, size = check_precision(cfg, device), dtype_of(cfg.precision, device).itemsize
     if cfg.gemm == "triton":
         if triton is None:
             problems.append("gemm=triton, but triton is not installed: install it, or set gemm=torch")
@@ -99,7 +105,7 @@ def dtype_of(precision, device):
     """The dtype of parameters and activations for the knob `precision` on `device`."""
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,7 +155,17 @@ clock = Clock()
 PEAK_TFLOPS = {
     ("GB300", torch.bfloat16): 2500, ("GB200", torch.bfloat16): 2500,
     ("H200", torch.bfloat16): 989, ("H100 80GB HBM3", torch.bfloat16): 989,
+    ("GB300", torch.float8_e4m3fn): 5000, ("GB200", torch.float8_e4m3fn): 5000,
+    ("H200", torch.float8_e4m3fn): 1979, ("H100 80GB HBM3", torch.float8_e4m3fn): 1979,
+    ("GB300", torch.float4_e2m1fn_x2): 15000, ("GB200", torch.float4_e2m1fn_x2): 10000,
 }
+
+
+def multiplied_dtype(cfg, device):
+    """Of the numbers that matrices are multiplied in."""
+    if cfg.precision in RECIPES and not cfg.emulate:
+        return torch.float4_e2m1fn_x2 if cfg.precision == "nvfp4" else torch.float8_e4m3fn
+    return dtype_of(cfg.precision, device)
 
 
 def peak_flops(device, dtype):
@@ -225,6 +241,135 @@ def unpermute(y_RD, slot_TK, row_R):
 
 
 # --------------------------------------------------------------------------------------------------
+# Low precision
+#
+# A linear layer has three products: forward (summed over the input's width), data gradient (over the output's) and
+# weight gradient (over rows). Both operands of each are rounded in blocks along the dimension that is summed, from
+# their full precision: so up to two roundings of a tensor exist. The gradient of rounding is the identity.
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Floating-point numbers with so many bits of mantissa; below the power `least` they are evenly spaced."""
+    mantissa: int
+    least: int
+    most: float
+
+
+E4M3, E5M2, E2M1 = Grid(3, -6, 448.0), Grid(2, -14, 57344.0), Grid(1, 0, 6.0)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How operands are rounded: with Transformer Engine's defaults, but for what `emulate` leaves out (below).
+
+    block     numbers along the summed dimension that share a scale; 0: a whole matrix (of one expert) does
+    square    weights have one scale per block × block, so that both their roundings are the same
+    scales    fp32; pow2: powers of two, rounded up; e4m3: e4m3 times one fp32 scale of the whole matrix
+    values, gradients   what numbers become after division by their scale
+    align     an expert's rows are filled up to a multiple of this
+    """
+    block: int
+    square: bool
+    scales: str
+    values: Grid
+    gradients: Grid
+    align: int
+
+
+RECIPES = {
+    "fp8": Recipe(0, False, "fp32", E4M3, E5M2, 16),
+    "fp8_block": Recipe(128, True, "pow2", E4M3, E4M3, 16),
+    "mxfp8": Recipe(32, False, "pow2", E4M3, E4M3, 32),
+    # without the random Hadamard transform and the stochastic rounding of gradients that the hardware's recipe has
+    "nvfp4": Recipe(16, True, "e4m3", E2M1, E2M1, 128),
+}
+
+
+def recipe_of(cfg, layer):
+    """The recipe of block number `layer`, or None where it computes in what its parameters are. Modules for multi-token
+    prediction come behind the last layer, and are not counted among those that stay bf16."""
+    first_or_last = layer < cfg.bf16_layers or cfg.n_layer - cfg.bf16_layers <= layer < cfg.n_layer
+    if cfg.precision not in RECIPES or first_or_last:
+        return None
+    return RECIPES[cfg.precision] if cfg.emulate else TransformerEngine(cfg.precision)
+
+
+def check_precision(cfg, device):
+    if cfg.precision not in RECIPES:
+        return []
+    problems = []
+    if 2 * cfg.bf16_layers >= cfg.n_layer:
+        problems.append(f"bf16_layers={cfg.bf16_layers} leaves none of the n_layer={cfg.n_layer} layers to "
+                        f"precision={cfg.precision}: lower it, or set precision=bf16")
+    if not cfg.emulate and (lack := TransformerEngine.lack(cfg.precision, device)):
+        problems.append(f"precision={cfg.precision} needs Transformer Engine and a GPU that has {cfg.precision}, but "
+                        f"{lack}: set precision=bf16, or emulate=true to see what it does to the loss")
+    if cfg.capacity_factor and cfg.capacity_scope == "rank":
+        problems.append(f"capacity_scope=rank gives an expert a number of rows that no host knows, as "
+                        f"precision={cfg.precision} must: set capacity_scope=expert")
+    return problems
+
+
+_EXPONENT = 0x7F800000      # these bits of an fp32 number alone are the power of two at or below it
+
+
+def _power(x):
+    return (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def on_grid(x, grid):
+    """fp32 x rounded to the nearest number of the grid, ties to the even one, what is beyond its ends to these."""
+    x = x.clamp(-grid.most, grid.most)
+    step = _power(x).clamp_(min=2.0**grid.least).mul_(2.0**-grid.mantissa)
+    return x.div_(step).round_().mul_(step)
+
+
+def scales_of(amax, scales, grid):
+    """What blocks with these largest magnitudes [..., m, 1, n, 1] are divided by, so that they fit the grid."""
+    scale = (amax / grid.most).clamp_min(2.0**-126)     # the smallest normal number: nothing is divided by zero
+    if scales == "pow2":
+        below = _power(scale)
+        return torch.where(below < scale, 2 * below, below)
+    if scales == "e4m3":
+        whole = scale.amax((-4, -2), keepdim=True) / E4M3.most
+        return on_grid(scale / whole, E4M3) * whole
+    return scale
+
+
+def rounded(recipe, x, along, what="", splits=None):
+    """x [..., M, N], as one operand of a product that sums over M (along=0) or N (1), in its own dtype: what the
+    recipe can represent of it. what: "weight" or "gradient". splits: the rows are cut into matrices of so many."""
+    if recipe is None or not x.numel():
+        return x
+    if splits is not None:
+        return torch.cat([rounded(recipe, rows, along, what) for rows in x.split(splits)])
+    (M, N), grid = x.shape[-2:], recipe.gradients if what == "gradient" else recipe.values
+    square = recipe.square and what == "weight"
+    rows = recipe.block or M if along == 0 or square or not recipe.block else 1
+    cols = recipe.block or N if along == 1 or square or not recipe.block else 1
+    # [..., m, rows, n, cols]; zeros fill up the last blocks
+    blocks = F.pad(x.float(), (0, -N % cols, 0, -M % rows)).unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
+    scale = scales_of(blocks.abs().amax((-3, -1), keepdim=True), recipe.scales, grid)
+    y = on_grid(blocks / scale.clamp_min(2.0**-126), grid).mul_(scale)
+    return y.flatten(-4, -3).flatten(-2)[..., :M, :N].to(x.dtype)
+
+
+def to_e4m3(x_TD, block=128):
+    """→ (bytes [T, D] of e4m3 numbers, scales [T, D / block, rounded up], fp32): x is about numbers · scales."""
+    blocks = F.pad(x_TD.float(), (0, -x_TD.shape[1] % block)).unflatten(1, (-1, block))
+    scale = scales_of(blocks.abs().amax(2, keepdim=True), "fp32", E4M3)
+    codes = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(1)[:, :x_TD.shape[1]], scale[:, :, 0]
+
+
+def from_e4m3(codes_TD, scales, dtype, block=128):
+    """The inverse of to_e4m3, as far as there is one."""
+    return (codes_TD.view(torch.float8_e4m3fn).float()
+            * scales.repeat_interleave(block, 1)[:, :codes_TD.shape[1]]).to(dtype)
+
+
+# --------------------------------------------------------------------------------------------------
 # Matrix products
 
 
@@ -270,22 +415,31 @@ def drain_weight_gradients():
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, w_FD):
+    def forward(ctx, x_TD, w_FD, recipe):
         ctx.weight = w_FD   # the parameter itself: what was saved comes back without its .grad
+        ctx.recipe = recipe
         ctx.save_for_backward(x_TD, w_FD)
-        return F.linear(x_TD.to(w_FD.dtype), w_FD)
+        return F.linear(rounded(recipe, x_TD.to(w_FD.dtype), 1), rounded(recipe, w_FD, 1, "weight"))
 
     @staticmethod
     def backward(ctx, dy_TF):
-        x_TD, w_FD = ctx.saved_tensors
-        dx_TD = (dy_TF @ w_FD).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
-        product = lambda: dy_TF.t() @ x_TD.to(dy_TF.dtype)
-        return dx_TD, weight_gradient(ctx.weight, product) if ctx.needs_input_grad[1] else None
+        (x_TD, w_FD), recipe = ctx.saved_tensors, ctx.recipe
+        dx_TD = dw_FD = None
+        if ctx.needs_input_grad[0]:
+            dx_TD = rounded(recipe, dy_TF, 1, "gradient") @ rounded(recipe, w_FD, 0, "weight")
+            dx_TD = dx_TD.to(x_TD.dtype)
+        if ctx.needs_input_grad[1]:
+            dw_FD = weight_gradient(ctx.weight, lambda: rounded(recipe, dy_TF, 0, "gradient").t()
+                                    @ rounded(recipe, x_TD.to(dy_TF.dtype), 0))
+        return dx_TD, dw_FD, None
 
 
-def linear(x_TD, w_FD):
-    """x_TD @ w_FD.T in the weight's precision, whose weight gradient may be put off. x is kept as it is."""
-    return _Linear.apply(x_TD, w_FD)
+def linear(x_TD, w_FD, recipe=None):
+    """x_TD @ w_FD.T in the weight's dtype or in the precision of a layer's `recipe`. x is kept as it is, and the weight
+    gradient may be put off."""
+    if isinstance(recipe, TransformerEngine):
+        return recipe.linear(x_TD, w_FD)
+    return _Linear.apply(x_TD, w_FD, recipe)
 
 
 def grouped_mm(a, b, ends_L):
@@ -315,7 +469,12 @@ class Groups:
     packed  one group per expert, one behind the other: what dropless dispatch and by_expert produce
     padded  [W, L, C]: a group per (source rank, expert) with room for C rows each, as a capacity buffer arrives.
             A product leaves zeros in the room that is not used.
+
+    In low precision groups are packed, their sizes are known to the host (splits), and they may have been filled up
+    with rows that belong to nobody (False in real_R).
     """
+
+    splits = real_R = None
 
     def __init__(self, starts_G, counts_G, rows, experts, room=0):
         self.starts_G, self.counts_G, self.rows, self.experts, self.room = starts_G, counts_G, rows, experts, room
@@ -373,6 +532,11 @@ class Groups:
         return y_LRD.unflatten(1, (-1, self.room)).transpose(0, 1).flatten(0, 2)
 
 
+    def real(self, x_RD):
+        """x_RD with zeros in the rows that only fill up: they would have a say in the scale of their neighbours."""
+        return x_RD if self.real_R is None else torch.where(self.real_R[:, None], x_RD, 0)
+
+
 def gemm_rows(x_RD, w_LDN, groups, row_R=None):
     """y[r] = x[r] @ w[l] for every row r of a group of expert l; x[row[r]] instead of x[r] where a map is given.
     Either way round the last two dimensions of w may lie in memory."""
@@ -401,38 +565,44 @@ def gemm_experts(dy_RF, x_RD, groups, row_R=None, into=None):
 
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, w, groups, row_R, slot_TK):
-        if row_R is not None and not backend.triton:    # torch cannot gather as it loads: keep the gathered rows
+    def forward(ctx, x_RD, w, groups, row_R, slot_TK, recipe):
+        if row_R is not None and (recipe or not backend.triton):
+            # torch cannot gather as it loads, nor is a scale known before: keep the gathered rows
             x_RD, row_R = gather_rows(x_RD, row_R), None
+        x_RD = groups.real(x_RD)
         ctx.groups, ctx.weight = groups, w      # the parameter itself: what was saved comes back without its .grad
+        ctx.recipe = recipe
         ctx.save_for_backward(x_RD, w, row_R, slot_TK)
         with clock.span("gemm", x_RD.device):
-            return gemm_rows(x_RD, _matrices(w).transpose(1, 2), groups, row_R)
+            return gemm_rows(rounded(recipe, x_RD, 1, splits=groups.splits),
+                             rounded(recipe, _matrices(w), 1, "weight").transpose(1, 2), groups, row_R)
 
     @staticmethod
     def backward(ctx, dy_RF):
         x_RD, w, row_R, slot_TK = ctx.saved_tensors
+        groups, weight, recipe = ctx.groups, ctx.weight, ctx.recipe
         dx_RD = dw = None
-        dy_RF = dy_RF.contiguous()
+        dy_RF = groups.real(dy_RF.contiguous())
         with clock.span("gemm", x_RD.device):
             if ctx.needs_input_grad[0]:
-                dx_RD = gemm_rows(dy_RF, _matrices(w), ctx.groups)
-        groups, weight = ctx.groups, ctx.weight
+                dx_RD = gemm_rows(rounded(recipe, dy_RF, 1, "gradient", groups.splits),
+                                  rounded(recipe, _matrices(w), 0, "weight"), groups)
 
         def gradient():
             # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
             sink = weight.grad if backend.triton and weight.is_leaf else None
             with clock.span("gemm", x_RD.device):
+                dy, x = rounded(recipe, dy_RF, 0, "gradient", groups.splits), rounded(recipe, x_RD, 0, "", groups.splits)
                 if sink is not None and sink.dtype == torch.float32:
-                    gemm_experts(dy_RF, x_RD, groups, row_R, into=_matrices(sink))
+                    gemm_experts(dy, x, groups, row_R, into=_matrices(sink))
                 else:
-                    return gemm_experts(dy_RF, x_RD, groups, row_R).view_as(weight)
+                    return gemm_experts(dy, x, groups, row_R).view_as(weight)
 
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(weight, gradient)
         if dx_RD is not None and slot_TK is not None:
             dx_RD = gather_sum(dx_RD, slot_TK)
-        return dx_RD, dw, None, None, None
+        return dx_RD, dw, None, None, None, None
 
 
 def _matrices(w):
@@ -440,15 +610,111 @@ def _matrices(w):
     return w.view(len(w), -1, w.shape[-1])
 
 
-def grouped_gemm(x_RD, w_LFD, groups, row_R=None, slot_TK=None):
+def grouped_gemm(x_RD, w_LFD, groups, row_R=None, slot_TK=None, recipe=None):
     """y[r] = w[l] @ x[r] for every row r of a group of expert l.
 
     w_LFD: weights, [out, in] per expert, where out may be several dimensions. An expert without rows gets a
     weight gradient of zeros. With row_R and slot_TK, as in `permute`, x is gathered on the way in:
-    y[r] = w[l] @ x[row[r]], and no gathered copy is kept where a kernel can do without.
-    Replace gemm_rows and gemm_experts to try other kernels.
+    y[r] = w[l] @ x[row[r]], and no gathered copy is kept where a kernel can do without. With a layer's `recipe`, in
+    its precision; `groups` then know their splits. Replace gemm_rows and gemm_experts to try other kernels.
     """
-    return _GroupedGemm.apply(x_RD, w_LFD, groups, row_R, slot_TK)
+    if isinstance(recipe, TransformerEngine):
+        return recipe.grouped(x_RD if row_R is None else permute(x_RD, row_R, slot_TK), w_LFD, groups)
+    return _GroupedGemm.apply(x_RD, w_LFD, groups, row_R, slot_TK, recipe)
+
+
+class TransformerEngine:
+    """A block's linear layers and experts through Transformer Engine (2.4 or newer), whose kernels compute what
+    `rounded` only imitates.
+
+    A module is made for each weight when it is first used. It computes with the parameter's own memory and writes
+    gradients into the parameter's own .grad (its name for that is main_grad), so that flat buffers, optimizer and
+    checkpoints know nothing of it. It computes a weight gradient at once, not when the queue is drained.
+    """
+
+    # its recipe, and what it calls that when asked whether this GPU has it
+    NAMES = {"fp8": ("Float8CurrentScaling", "fp8"), "fp8_block": ("Float8BlockScaling", "fp8_block_scaling"),
+             "mxfp8": ("MXFP8BlockScaling", "mxfp8"), "nvfp4": ("NVFP4BlockScaling", "nvfp4")}
+
+    def __init__(self, precision):
+        self.name, self.align = precision, RECIPES[precision].align
+        self.modules, self.versions = {}, {}
+
+    @classmethod
+    def lack(cls, precision, device):
+        """Why this process cannot compute so on `device`, or nothing."""
+        if importlib.util.find_spec("transformer_engine") is None:
+            return f"transformer_engine is not installed and the device is {device.type}"
+        if device.type == "cpu":
+            return "the device is cpu"
+        try:
+            import transformer_engine.pytorch as te
+            from transformer_engine.common import recipe
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+        except Exception as error:      # its libraries may be missing, or made for another torch
+            return f"transformer_engine cannot be imported ({str(error).strip().partition(chr(10))[0]})"
+        name, asked = cls.NAMES[precision]
+        if not hasattr(recipe, name):
+            return f"the one installed is too old for it (it has no {name})"
+        if hasattr(te, f"is_{asked}_available"):    # from 2.9 on
+            fine, reason = getattr(te, f"is_{asked}_available")(return_reason=True)
+        else:
+            fine, reason = getattr(FP8GlobalStateManager, f"is_{asked}_available")()
+        return "" if fine else f"{torch.cuda.get_device_name(device)} has not: {reason.rstrip('.')}"
+
+    def autocast(self):
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe
+        recipe = getattr(recipe, self.NAMES[self.name][0])()
+        if hasattr(te, "autocast"):     # from 2.9 on
+            return te.autocast(enabled=True, recipe=recipe)
+        return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+    def linear(self, x_TD, w_FD):
+        out, width = w_FD.shape
+        module = self.module(w_FD, [w_FD], lambda te, **how: te.Linear(width, out, **how), ["weight"])
+        x = F.pad(x_TD, (0, 0, 0, -len(x_TD) % self.align))
+        with self.autocast():
+            return module(x, is_first_microbatch=self.is_first(w_FD))[:len(x_TD)]
+
+    def grouped(self, x_RD, w, groups):
+        w_LFD = _matrices(w)
+        L, out, width = w_LFD.shape
+        if not groups.rows:     # nothing to compute, but it must have been computed from x
+            return F.linear(x_RD, w_LFD[0].detach())
+        module = self.module(w, w_LFD, lambda te, **how: te.GroupedLinear(L, width, out, **how),
+                             [f"weight{i}" for i in range(L)])
+        with self.autocast():
+            y_RF = module(groups.real(x_RD), groups.splits, is_first_microbatch=self.is_first(w))
+        return groups.real(y_RF)    # whose gradients are zero in filler rows too
+
+    def module(self, w, parts, make, names):
+        """The module that multiplies by `w`, a parameter or a view of one, cut into the matrices `parts`."""
+        key = w.data_ptr(), w.shape
+        if key not in self.modules:
+            import transformer_engine.pytorch as te
+            parameter = w if isinstance(w, torch.nn.Parameter) else w._base
+            grad = parameter.grad
+            self.modules[key] = module = make(te, bias=False, params_dtype=w.dtype, device=w.device,
+                                              init_method=lambda weight: None, fuse_wgrad_accumulation=grad is not None)
+            for name, part in zip(names, parts):
+                weight = torch.nn.Parameter(part.detach(), requires_grad=parameter.requires_grad)
+                if grad is not None:
+                    offset = grad.storage_offset() + part.storage_offset() - parameter.storage_offset()
+                    weight.main_grad = grad.as_strided(part.shape, part.stride(), offset)
+                setattr(module, name, weight)
+        return self.modules[key]
+
+    def is_first(self, w):
+        """Whether `w` has changed since this was last asked: then it is rounded anew, else what was kept of it serves.
+        None, where no backward follows: nothing is kept. (Backward after True writes main_grad where it would else
+        add to it. That is right because gradients begin as zeros and microbatches go back in the order in which they
+        came.)"""
+        if not torch.is_grad_enabled():
+            return None
+        key = w.data_ptr(), w.shape
+        first, self.versions[key] = self.versions.get(key) != w._version, w._version
+        return first
 
 
 # --------------------------------------------------------------------------------------------------

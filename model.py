@@ -27,7 +27,7 @@ from torch import nn
 import moe
 import parallel
 from dispatch import DispatchConfig
-from kernels import KernelConfig, linear, rms_norm, use
+from kernels import RECIPES, KernelConfig, linear, recipe_of, rms_norm, use
 from memory import MemoryConfig, part
 from moe import Batch, FeedForward, MoE
 from parallel import (Begin, Loss, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank,
@@ -94,6 +94,12 @@ def check(cfg):
     if cfg.seq_len % (2 * cfg.cp if cfg.cp > 1 else 1):
         problems.append(f"seq_len={cfg.seq_len} is not a multiple of 2*cp = 2*{cfg.cp} = {2 * cfg.cp}: change seq_len "
                         f"or cp")
+    if cfg.precision in RECIPES and not cfg.emulate:
+        least = 32 if cfg.precision == "mxfp8" else 16
+        off = [f"{name}={width}" for name, width in multiplied_widths(cfg).items() if width % least]
+        if off:
+            problems.append(f"{', '.join(off)}: not a multiple of {least}, as precision={cfg.precision} needs: change it, "
+                            f"or set precision=bf16")
     if cfg.n_dense_layers > cfg.n_layer:
         problems.append(f"n_dense_layers={cfg.n_dense_layers} is more than n_layer={cfg.n_layer}")
     if cfg.n_mtp >= cfg.seq_len:
@@ -106,6 +112,21 @@ def head_width(cfg):
     if cfg.attention == "mla":
         return cfg.d_nope + cfg.d_rope
     return cfg.d_head or cfg.d_model // cfg.n_head
+
+
+def multiplied_widths(cfg):
+    """{name: how long rows and columns of a rank's matrices are}, of those that low precision multiplies."""
+    widths = {"d_model": cfg.d_model, "d_expert/etp": cfg.d_expert // cfg.etp}
+    if cfg.n_dense_layers:
+        widths["d_ff/tp"] = cfg.d_ff // cfg.tp
+    if cfg.attention == "mla":
+        return widths | {"heads*width/tp": cfg.n_head * head_width(cfg) // cfg.tp, "q_lora_rank": cfg.q_lora_rank,
+                         "kv_lora_rank": cfg.kv_lora_rank, "kv_lora_rank+d_rope": cfg.kv_lora_rank + cfg.d_rope,
+                         "heads*(d_nope+d_v)/tp": cfg.n_head * (cfg.d_nope + cfg.d_v) // cfg.tp,
+                         "heads*d_v/tp": cfg.n_head * cfg.d_v // cfg.tp}
+    kv = (cfg.n_kv_head or cfg.n_head) * head_width(cfg)
+    return widths | {"heads*width/tp": cfg.n_head * head_width(cfg) // cfg.tp,
+                     "key heads*width/tp": max(kv // cfg.tp, head_width(cfg))}
 
 
 YARN = {"factor": None, "original": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0,
@@ -225,9 +246,9 @@ class Attention(nn.Module):
     and values than tp ranks, their weights are whole on every rank, which uses the head it needs. Sequences are
     spread over cp, and keys and values gathered."""
 
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
-        D, d, self.cfg = cfg.d_model, head_width(cfg), cfg
+        D, d, self.cfg, self.recipe = cfg.d_model, head_width(cfg), cfg, recipe
         self.d, self.qk_norm, self.tp, self.cp = d, cfg.qk_norm, layout.tp, layout.cp
         H, kv = cfg.n_head // layout.tp.size, cfg.n_kv_head or cfg.n_head
         self.kv_split = kv % layout.tp.size == 0
@@ -244,7 +265,7 @@ class Attention(nn.Module):
             self.k_norm = SplitRMSNorm(kv * d, cfg.norm_eps, layout.tp if self.kv_split else layout.alone)
 
     def forward(self, x_TD, batch):
-        return row_linear(part(self.cfg, "attn", self.heads, x_TD, batch), self.wo, self.tp)
+        return row_linear(part(self.cfg, "attn", self.heads, x_TD, batch), self.wo, self.tp, self.recipe)
 
     def heads(self, x_TD, batch):
         """What all of this rank's heads found, side by side: [G, H·d]."""
@@ -252,7 +273,7 @@ class Attention(nn.Module):
         # a norm over all heads needs all of them, before a rank picks its own
         pick = slice(self.kv_first * self.d, (self.kv_first + self.kv) * self.d)
         wk, wv = (self.wk, self.wv) if self.qk_norm == "full" else (self.wk[pick], self.wv[pick])
-        q, k, v = column_linear(x_TD, [self.wq, wk, wv], self.tp)
+        q, k, v = column_linear(x_TD, [self.wq, wk, wv], self.tp, self.recipe)
         if self.qk_norm == "full":
             q, k, v = self.q_norm(q), self.k_norm(k)[:, pick], v[:, pick]
         q, k, v = (t.view(B, S, -1, self.d) for t in (q, k, v))
@@ -270,9 +291,10 @@ class LatentAttention(nn.Module):
     The projections into latents are whole on every rank, for its own tokens. Those out of them are spread over
     tp by heads, so what travels, over tp and cp alike, is latents: kv_lora_rank + d_rope numbers a token."""
 
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
         D, H, self.cfg, self.tp, self.cp = cfg.d_model, cfg.n_head // layout.tp.size, cfg, layout.tp, layout.cp
+        self.recipe = recipe
         self.latent, self.parts, self.d_v = cfg.kv_lora_rank, (cfg.d_nope, cfg.d_rope), cfg.d_v
         if cfg.q_lora_rank:
             self.wq_a = nn.Parameter(torch.empty(cfg.q_lora_rank, D))
@@ -290,13 +312,14 @@ class LatentAttention(nn.Module):
         self.scale = head_width(cfg) ** -0.5 * size ** 2
 
     def forward(self, x_TD, batch):
-        return row_linear(part(self.cfg, "attn", self.heads, x_TD, batch), self.wo, self.tp)
+        return row_linear(part(self.cfg, "attn", self.heads, x_TD, batch), self.wo, self.tp, self.recipe)
 
     def heads(self, x_TD, batch):
         """What all of this rank's heads found, side by side: [G, H·d_v]."""
         (B, S), R = batch.shape, self.parts[1]
-        from_TL = x_TD if self.wq_a is None else part(self.cfg, "norm", self.q_norm, F.linear(x_TD, self.wq_a))
-        latent_TL, key_TR = F.linear(x_TD, self.wkv_a).split([self.latent, R], -1)
+        from_TL = x_TD if self.wq_a is None else part(self.cfg, "norm", self.q_norm,
+                                                          linear(x_TD, self.wq_a, self.recipe))
+        latent_TL, key_TR = linear(x_TD, self.wkv_a, self.recipe).split([self.latent, R], -1)
         sent = gather(torch.cat([self.kv_norm(latent_TL), key_TR], -1), self.tp)
         latent_BSL, key_BSR = sent.view(B, S, -1).split([self.latent, R], -1)
         key_BSR = rotate_pairs(key_BSR[:, :, None], batch.rope)[:, :, 0]    # here positions are still this rank's
@@ -307,24 +330,25 @@ class LatentAttention(nn.Module):
     def up(self, from_TL, sent_BPL, batch):
         """Queries, keys and values of this rank's heads, all as wide as keys, out of their latents."""
         (B, S), (N, R) = batch.shape, self.parts
-        q, = column_linear(from_TL, [self.wq], self.tp)
+        q, = column_linear(from_TL, [self.wq], self.tp, self.recipe)
         q_nope, q_rope = q.view(B, S, -1, N + R).split([N, R], -1)
         q = torch.cat([q_nope, rotate_pairs(q_rope, batch.rope)], -1)
         latent_BPL, key_BPR = sent_BPL.split([self.latent, R], -1)
-        kv = F.linear(latent_BPL, self.wkv).unflatten(-1, (-1, N + self.d_v))
+        kv = linear(latent_BPL.flatten(0, 1), self.wkv, self.recipe).view(*latent_BPL.shape[:2], -1, N + self.d_v)
         k_nope, v = kv.split([N, self.d_v], -1)
         k = torch.cat([k_nope, key_BPR[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
         return q, k, F.pad(v, (0, max(N + R - self.d_v, 0)))    # flash kernels take one width only
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, layout, dense):
+    def __init__(self, cfg, layout, number):
         super().__init__()
+        recipe, dense = recipe_of(cfg, number), number < cfg.n_dense_layers
         self.cfg, attention = cfg, LatentAttention if cfg.attention == "mla" else Attention
-        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout)
+        self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout, recipe)
         self.norm2 = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.mlp = FeedForward(cfg, cfg.d_ff, layout.tp, "mlp") if dense else None
-        self.moe = None if dense else MoE(cfg, layout)
+        self.mlp = FeedForward(cfg, cfg.d_ff, layout.tp, "mlp", recipe) if dense else None
+        self.moe = None if dense else MoE(cfg, layout, recipe)
 
     def forward(self, x_TD, batch, plan=None):
         """Coroutine."""
@@ -341,14 +365,16 @@ class MTPModule(Block):
     state has passed the norm before the head, as the weights that DeepSeek released want it (the paper's formula
     has the state first)."""
 
-    def __init__(self, cfg, layout):
-        super().__init__(cfg, layout, dense=False)
+    def __init__(self, cfg, layout, number):
+        super().__init__(cfg, layout, number)
+        self.recipe = recipe_of(cfg, number)
         self.embed_norm, self.state_norm = RMSNorm(cfg.d_model, cfg.norm_eps), RMSNorm(cfg.d_model, cfg.norm_eps)
         self.proj = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)      # before the head, which is the model's
 
     def enter(self, embedded_TD, x_TD):
-        return linear(torch.cat([self.embed_norm(embedded_TD), self.state_norm(x_TD)], -1), self.proj)
+        return linear(torch.cat([self.embed_norm(embedded_TD), self.state_norm(x_TD)], -1), self.proj,
+                      self.recipe)
 
 
 class Model(nn.Module):
@@ -364,9 +390,8 @@ class Model(nn.Module):
         self.mtp = range(cfg.n_layer, cfg.n_layer + cfg.n_mtp) if ends else range(0)
         table = lambda: nn.Parameter(torch.empty(cfg.vocab_size // layout.tp.size, cfg.d_model))
         self.embedding = table() if begins or (ends and self.embedding_is_shared) else None
-        self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
-                                     for chunk in self.chunks for i in chunk})
-        self.layers.update({str(i): MTPModule(cfg, layout) for i in self.mtp})
+        self.layers = nn.ModuleDict({str(i): Block(cfg, layout, i) for chunk in self.chunks for i in chunk})
+        self.layers.update({str(i): MTPModule(cfg, layout, i) for i in self.mtp})
         self.fetch = lambda block: None     # waits for parameters on their way: Optimizer.fetch, where there is one
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None

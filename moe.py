@@ -1,8 +1,9 @@
 """The mixture-of-experts layer: who is called, how evenly, and what the called ones compute.
 
-Routing is always fp32 from fp32 weights; counters are int64 and the balancing bias is fp32, and a
-module-wide cast reaches none of them. To try another router, change Router.choose (which experts) or
-Router.scores (their weights); the rest of the trainer only sees experts_TK and weights_TK.
+Routing is fp32 from fp32 weights, whatever the precision of the rest (unless router_precision asks to see what
+happens otherwise); counters are int64 and the balancing bias is fp32, and a module-wide cast reaches none of
+them. To try another router, change Router.choose (which experts) or Router.scores (their weights); the rest of the
+trainer only sees experts_TK and weights_TK.
 
 Shapes: T tokens on this rank, D model width, E experts (all), L experts on this rank, K experts per token,
 F expert width, B sequences, Q rows received, R rows in expert-major order.
@@ -39,6 +40,8 @@ class MoEConfig:
                                "batch so far", choices=("batch", "sequence", "global"))
     z_loss_coef: float = knob(0.0, "weight of the loss on the size of router logits; 0: off", least=0)
     bias_update_rate: float = knob(0.0, "step of the bias that balances without a loss; 0: off", least=0)
+    router_precision: str = knob("fp32", "of the router's logits; bf16 is there to see what it does to the loss",
+                                 choices=("fp32", "bf16"))
     force_balance: bool = knob(False, "route round-robin, whatever the router says: for benchmarks only")
 
 
@@ -166,7 +169,8 @@ class Router(nn.Module):
         """→ experts_TK (-1: not routed), weights_TK, scores_TE, logits_TE. Pass experts_TK to keep an
         earlier choice: a recompute must not route again, or rounding could break a tie the other way."""
         cfg = self.cfg
-        logits_TE = linear(x_TD, self.weight)     # in fp32, as the weight is
+        weight = self.weight.bfloat16() if cfg.router_precision == "bf16" else self.weight
+        logits_TE = linear(x_TD, weight).float()    # in the weight's precision
         scores_TE = self.scores(logits_TE)
         if experts_TK is None:
             if cfg.force_balance:
@@ -209,9 +213,10 @@ class ExpertStats:
 class Experts(nn.Module):
     """This rank's routed experts, or its slice of them along F: w1 [L, 2, F, D] (gate, up), w2 [L, D, F]."""
 
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
         L, F, self.cfg = cfg.num_experts // layout.ep.size, cfg.d_expert // layout.etp.size, cfg
+        self.recipe = recipe
         self.first = L * layout.ep.rank
         self.w1 = nn.Parameter(torch.empty(L, 2, F, cfg.d_model))
         self.w2 = nn.Parameter(torch.empty(L, cfg.d_model, F))
@@ -220,41 +225,42 @@ class Experts(nn.Module):
         """y = w2 · (p · silu(gate) · up): the router weight p multiplies the hidden activation, so that
         backward needs no expert output. The first product gathers its rows itself."""
         y_RF = part(self.cfg, "moe", self.hidden, rows_QD, weights_Q, plan)
-        return by_source(grouped_gemm(y_RF, self.w2, plan.groups), plan)
+        return by_source(grouped_gemm(y_RF, self.w2, plan.groups, recipe=self.recipe), plan)
 
     def hidden(self, rows_QD, weights_Q, plan):
         p_R = by_expert(weights_Q, plan)
-        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows())
+        h_R2F = grouped_gemm(rows_QD, self.w1, plan.groups, *plan.expert_rows(), recipe=self.recipe)
         return part(self.cfg, "moe_act", swiglu, h_R2F, p_R)
 
 
 class FeedForward(nn.Module):
     """SwiGLU, cut along F over `group`: w1 [2, F, D] (gate, up), w2 [D, F]. name: of its part in the block."""
 
-    def __init__(self, cfg, d_ff, group, name):
+    def __init__(self, cfg, d_ff, group, name, recipe=None):
         super().__init__()
-        self.cfg, self.name, self.group, F = cfg, name, group, d_ff // group.size
+        self.cfg, self.name, self.group, self.recipe, F = cfg, name, group, recipe, d_ff // group.size
         self.w1 = nn.Parameter(torch.empty(2, F, cfg.d_model))
         self.w2 = nn.Parameter(torch.empty(cfg.d_model, F))
 
     def forward(self, x_TD):
-        return row_linear(part(self.cfg, self.name, self.hidden, x_TD), self.w2, self.group)
+        return row_linear(part(self.cfg, self.name, self.hidden, x_TD), self.w2, self.group, self.recipe)
 
     def hidden(self, x_TD):
-        h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group)
+        h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group, self.recipe)
         return swiglu(h_G2F)
 
 
 class MoE(nn.Module):
-    def __init__(self, cfg, layout):
+    def __init__(self, cfg, layout, recipe=None):
         super().__init__()
         self.cfg, self.layout, self.stats = cfg, layout, ExpertStats()
+        self.align = recipe.align if recipe else 1
         self.shared_slots = sharing(cfg, layout.ep.size)
         self.router = Router(cfg)
-        self.experts = Experts(cfg, layout)
+        self.experts = Experts(cfg, layout, recipe)
         # whole on every rank, for its own tokens
-        self.shared = FeedForward(cfg, cfg.n_shared_experts * cfg.d_expert, layout.alone,
-                                  "moe") if cfg.n_shared_experts else None
+        self.shared = FeedForward(cfg, cfg.n_shared_experts * cfg.d_expert, layout.alone, "moe",
+                                  recipe) if cfg.n_shared_experts else None
 
     def forward(self, x_TD, h_TD, batch, plan=None):
         """Coroutine: x_TD plus the layer's output for h_TD. `plan` comes from an earlier pass when this one
@@ -264,7 +270,8 @@ class MoE(nn.Module):
                                                                    plan and plan.experts_TK)
         if plan is None:
             plan = Plan(experts_TK, weights_TK, cfg.num_experts, batch.capacity, cfg.drop_policy,
-                        self.layout.ep, self.layout.etp, self.shared_slots, cfg.dispatcher == "allgather")
+                        self.layout.ep, self.layout.etp, self.shared_slots, cfg.dispatcher == "allgather",
+                        self.align, cfg.dispatch_precision == "fp8")
             plan.load = self.load(plan, batch) if batch.train else None
             if plan.counts_first:
                 yield Exchange("counts", plan)

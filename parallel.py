@@ -36,8 +36,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from kernels import (after_weight_gradients, clock, drain_weight_gradients, linear, weight_gradient,
-                     weight_gradients_put_off)
+from kernels import (TransformerEngine, after_weight_gradients, clock, drain_weight_gradients, linear, rounded,
+                     weight_gradient, weight_gradients_put_off)
 from memory import Saving, within
 from settings import knob
 
@@ -452,42 +452,49 @@ def sum_over(x, group):
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, x_TD, *weights):
+    def forward(ctx, group, recipe, x_TD, *weights):
         ctx.group, ctx.weights = group, weights     # the parameters: what was saved comes back without their .grad
+        ctx.recipe = recipe
         ctx.save_for_backward(x_TD, *weights)
-        x_GD = group.all_gather(x_TD)
-        return tuple(F.linear(x_GD, w) for w in weights)
+        x_GD = rounded(recipe, group.all_gather(x_TD), 1)
+        return tuple(F.linear(x_GD, rounded(recipe, w, 1, "weight")) for w in weights)
 
     @staticmethod
     def backward(ctx, *grads):
-        x_TD, *weights = ctx.saved_tensors
+        (x_TD, *weights), recipe = ctx.saved_tensors, ctx.recipe
         # the gathered tokens are not kept but gathered again, behind the data gradient; the scatter of that
         # goes behind the weight gradients
         x_GD, work = ctx.group.start_all_gather(x_TD)
-        dx_GD = grads[0] @ weights[0]
-        for dy, w in zip(grads[1:], weights[1:]):
+        operands = ((rounded(recipe, dy, 1, "gradient"), rounded(recipe, w, 0, "weight"))
+                    for dy, w in zip(grads, weights))
+        dx_GD = torch.matmul(*next(operands))
+        for dy, w in operands:
             dx_GD.addmm_(dy, w)
         work.wait()
         dx_TD, work = ctx.group.start_reduce_scatter(dx_GD)
-        products = [lambda dy=dy: dy.t() @ x_GD for dy in grads]
+        x_GD = rounded(recipe, x_GD, 0)
+        products = [lambda dy=dy: rounded(recipe, dy, 0, "gradient").t() @ x_GD for dy in grads]
         if ctx.group.size == 1:
             dw = [weight_gradient(w, product) for w, product in zip(ctx.weights, products)]
         else:   # the scatter is waiting already
             dw = [product() for product in products]
         work.wait()
-        return None, dx_TD, *dw
+        return None, None, dx_TD, *dw
 
 
-def column_linear(x_TD, weights, group):
+def column_linear(x_TD, weights, group, recipe=None):
     """Products of all the group's tokens with this rank's rows [out / size, in] of some weights: [G, out / size]
     each, G = T·size."""
-    return _Column.apply(group, x_TD, *weights)
+    if isinstance(recipe, TransformerEngine):
+        x_GD = gather(x_TD, group)
+        return [recipe.linear(x_GD, w) for w in weights]
+    return _Column.apply(group, recipe, x_TD, *weights)
 
 
-def row_linear(y_GF, w_DF, group):
+def row_linear(y_GF, w_DF, group, recipe=None):
     """This rank's tokens' product with a weight of which every rank holds some columns [out, in / size], given
     all tokens' share of the input: [T, out]."""
-    return scatter(linear(y_GF, w_DF), group)
+    return scatter(linear(y_GF, w_DF, recipe), group)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -20,7 +20,7 @@ import data
 import model as models
 import parallel
 import train
-from kernels import dtype_of
+from kernels import RECIPES, dtype_of
 from settings import knob, load
 
 
@@ -66,6 +66,8 @@ def open_text(folder, state):
 def load_model(folder, state, device):
     """The whole model of a checkpoint on this process, without modules for multi-token prediction."""
     cfg = dataclasses.replace(checkpoint.config_of(state, models.Architecture), n_mtp=0)
+    if cfg.precision in RECIPES and not cfg.emulate:    # Transformer Engine may not be here, and few tokens need none
+        cfg = dataclasses.replace(cfg, precision="bf16")
     layout = parallel.Layout(parallel.sizes_of(cfg, 1), device)
     with torch.device("meta"):
         model = models.Model(cfg, layout)

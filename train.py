@@ -418,7 +418,7 @@ class Log:
     def __init__(self, trainer, folder=None, done=0, wandb_id=None):
         self.trainer, self.cfg, self.history, self.stop = trainer, trainer.cfg, [], False
         self.rank, self.world = trainer.layout.world.rank, trainer.layout.world.size
-        self.peak = peak_flops(trainer.device, trainer.dtype)
+        self.peak = peak_flops(trainer.device, kernels.multiplied_dtype(self.cfg, trainer.device))
         self.file, self.board = None, None
         self.counts = models.parameter_counts(trainer.model)    # all ranks together
         if self.rank == 0:
@@ -462,7 +462,7 @@ class Log:
             f"experts: pp {s.pp} · edp {s.edp} · ep {s.ep} · etp {s.etp}",
             *(f"  {g.name:6} {g.size:4} ranks, " + ("inside a node" if g.near(node) == 1 else
               "inside an NVLink domain" if g.near(domain) == 1 else "across NVLink domains") for g in groups),
-            f"device {trainer.device.type}, {str(trainer.dtype)[6:]}, kernels "
+            f"device {trainer.device.type}, {str(trainer.dtype)[6:]}{self.precision()}, kernels "
             + ("triton" if kernels.backend.triton else "torch") + ", peak "
             + (f"{self.peak / 1e12:,.2f} TFLOPS per rank" if self.peak else "unknown: no MFU"),
             f"parameters {counts['total']:,} (active {counts['active']:,}, in experts {counts['experts']:,}), "
@@ -486,6 +486,14 @@ class Log:
         if cfg.overlap == "pair" and trainer.microbatches == 1 and s.ep > 1:
             self.print("overlap=pair has a single microbatch, which runs alone: lower micro_batch to hide exchanges")
         ledger.take()   # what this table itself cost is no part of a step
+
+    def precision(self):
+        """What computes in less than the parameters' precision, if anything does."""
+        cfg = self.cfg
+        if cfg.precision not in kernels.RECIPES:
+            return ""
+        return (f" (layers {cfg.bf16_layers}-{cfg.n_layer - 1 - cfg.bf16_layers} in {cfg.precision}"
+                + (", emulated" if cfg.emulate else "") + ")")
 
     def pipeline(self):
         """Lines about the pipeline's stages; none without one."""

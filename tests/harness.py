@@ -120,6 +120,14 @@ def config(**knobs):
     return train.Config(**{**SMALL, **knobs})
 
 
+class Alone:
+    """A group of one, without a job."""
+    size, rank = 1, 0
+    all_gather = reduce_scatter = staticmethod(lambda x: x)
+    start_all_gather = start_reduce_scatter = staticmethod(lambda x: (x, Alone))
+    wait = staticmethod(lambda: None)
+
+
 # ---- what happens on a rank ----
 
 
@@ -332,7 +340,8 @@ class _Late:
         self.hidden, self.work = launch(self.copy)
         self.within = out is not None   # what is sent may be a part of what arrives, and is NaN too
         self.out = torch.empty_like(self.hidden) if out is None else out
-        self.out.fill_(torch.nan if x.is_floating_point() else -1)
+        # bytes are e4m3 numbers, and 255 of them NaN
+        self.out.fill_(torch.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else -1)
 
     @torch.no_grad()
     def wait(self):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -125,3 +126,57 @@ def test_overlap_without_permission_explains_itself(monkeypatch, capsys, tokens)
 
 def test_one_microbatch_is_never_hidden():
     assert bench.could_hide(8, 2.0, 1.0) == 7 / 8 and bench.could_hide(2, 0.5, 1.0) == 0.25
+
+
+# ---- ablate ----
+
+ABLATE = [word for word in SMALL if "steps" not in word] + ["--max_steps=2", "--eval_steps=1"]
+
+
+def test_ablate_compares_runs_of_equal_seeds(tokens, tmp_path, monkeypatch, capsys):
+    """What the runs found is made up here: 2 + seed, and a hundredth of the learning rate times the seed more."""
+    launched = []
+
+    def start_ranks(world, argv, stdout=None):
+        launched.append((world, argv))
+        cfg = bench.load(bench.train.Config, argv[1:])
+        loss = (2 + cfg.seed) * (1 + cfg.lr * cfg.seed / 100)
+        rows = [{"tokens_per_s": 1.0 + i} for i in range(10)] + [{"tokens_per_s": 1000.0, "val_loss": loss}]
+        Path(cfg.out_dir, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(bench, "start_ranks", start_ranks)
+    assert bench.main(["ablate", "--knob=lr", "--values=0.0,1.0", "--seeds=1,5", f"--data={tokens}", *ABLATE, "--min_lr=0",
+                       f"--json={tmp_path}/a.json"]) == 0
+    assert [(cfg.seed, cfg.lr) for cfg in (bench.load(bench.train.Config, argv[1:]) for _, argv in launched)] == [
+        (1, 0.0), (1, 1.0), (5, 0.0), (5, 1.0)]
+    assert len({argv[-3] for _, argv in launched}) == 4 and {world for world, _ in launched} == {2}     # out_dirs
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["runs"]["1.0"] == [{"seed": 1, "val_loss": pytest.approx(3.03), "tokens_per_s": 6.5},
+                                    {"seed": 5, "val_loss": pytest.approx(7.35), "tokens_per_s": 6.5}]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split() == "0.0 5.0000 3.0000 7.0000 +0.00% +0.00% +0.00% 6".split()
+    assert lines[-1].split() == "1.0 5.1900 3.0300 7.3500 +3.00% +1.00% +5.00% 6".split()
+
+
+def test_ablate_trains(tokens):
+    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e-2", "--seeds=5", f"--data={tokens}", *ABLATE[2:],
+               "--nproc=1", "--max_steps=2", "--eval_steps=1")
+    assert done.returncode == 0 and "--lr=1e-2 --seed=5: validation loss 4." in done.stdout, done.stderr
+    # a run that fails ends it, with the run's own words
+    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e30", "--seeds=5", f"--data={tokens}", *ABLATE[2:],
+               "--nproc=1", "--max_steps=4", "--eval_steps=1", "--optimizer=sgd", "--warmup_steps=0", "--grad_clip=0")
+    assert done.returncode == 1 and "did not end with a finite loss" in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--knob=lr"], "set --values"), (["--values=1,2"], "knob= is no knob"),
+    (["--knob=seed", "--values=1"], "knob=seed is no knob"),
+    (["--knob=top_k", "--values=2,9"], "top_k=9 is more than num_experts=8"),
+    (["--knob=lr", "--values=0.1", "--eval_steps=0"], "eval_steps=0 leaves"),
+    (["--knob=lr", "--values=fast"], "--lr takes a number"),
+], ids=str)
+def test_ablate_says_in_one_line_what_is_wrong(tokens, words, says, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(["ablate", f"--data={tokens}", *ABLATE, *words])
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and len(lines) == 1 and says in lines[0], lines

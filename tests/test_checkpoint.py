@@ -413,6 +413,9 @@ def weights_for_sampling(out_dir, device="cpu"):
     parallel.init(torch.device(device))
     folder, state = sample.open_checkpoint(out_dir)
     model = sample.load_model(folder, state, torch.device(device))
+    # what only some GPUs compute is sampled in bf16
+    state["config"] |= {"precision": "mxfp8", "emulate": False}
+    assert sample.load_model(folder, state, torch.device(device)).cfg.precision == "bf16"
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
