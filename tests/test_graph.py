@@ -76,7 +76,7 @@ def broken(trainer):
         weight[0] = kept
 
 
-STEPS, BROKEN = 6, 4
+STEPS, BROKEN = 7, 4
 
 
 def some_steps(knobs, world):
@@ -97,7 +97,7 @@ def some_steps(knobs, world):
 
 @pytest.mark.parametrize("more", [
     dict(optimizer="adamw", bias_update_rate=1e-2, aux_loss_coef=0.05, aux_loss_scope="global"),
-    dict(on_overflow="rerun", capacity_factor=1.5, recompute=("full",), lr=1.0),
+    dict(on_overflow="rerun", capacity_factor=1.6, recompute=("full",), lr=0.3),
     dict(capacity_scope="rank", overlap="none", precision="bf16", optimizer="adamw"),
 ], ids=["adamw", "rerun", "bf16"])
 def test_replayed_steps_are_those_without_graphs(pool, tokens, more):
@@ -108,7 +108,7 @@ def test_replayed_steps_are_those_without_graphs(pool, tokens, more):
     assert len({tuple(sums) for _, sums in plain[0]}) == STEPS, "every step is another"
     assert plain[0][BROKEN][1][0] == -1 or more.get("precision") == "bf16"     # there the master mends it at once
     reruns = [rerun for rerun, _ in plain[0][train.Graph.WARM_UP:]]
-    assert any(reruns) == ("on_overflow" in more), reruns
+    assert set(reruns) == ({True, False} if "on_overflow" in more else {False}), reruns
 
 
 def test_what_cannot_be_captured_is_refused(tokens):
