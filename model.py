@@ -29,8 +29,8 @@ import parallel
 from dispatch import DispatchConfig
 from kernels import KernelConfig, rms_norm, use
 from moe import Batch, FeedForward, MoE
-from parallel import (Begin, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank, row_linear,
-                      scatter, stage_layers, sum_over, together, zigzag_runs)
+from parallel import (Begin, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank,
+                      row_linear, scatter, stage_layers, sum_over, together, zigzag_runs)
 from settings import knob, load
 
 
@@ -328,7 +328,7 @@ class Model(nn.Module):
         self.embedding = table() if begins or (ends and cfg.tie_embeddings) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, dense=i < cfg.n_dense_layers)
                                      for chunk in self.chunks for i in chunk})
-        self.fetch = lambda block: None     # waits for parameters on their way: Optimizer.fetch, where there is one
+        self.fetch = lambda block: None     # waits for parameters on their way: an optimizer sets it
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None
 

@@ -271,8 +271,8 @@ class Group:
         return self.all_reduce(x.clone())
 
     def start_all_gather(self, x, out=None):
-        """Starts all_gather, into `out` if given, of which x may be this rank's part. Returns (out, work): out must
-        not be read before work.wait(), nor x changed."""
+        """Starts all_gather, into `out` if given, of which x may be this rank's part. Returns (out, work): out
+        must not be read before work.wait(), nor x changed."""
         if self.size == 1:
             return x, _Done
         out = x.new_empty(self.size * len(x), *x.shape[1:]) if out is None else out
@@ -728,8 +728,8 @@ class Tape:
             arrived = yield from served
 
     def backward(self, grad, ready=None):
-        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value. ready(block) is
-        called when those of a block are complete, weight gradients that were put off included."""
+        """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value. ready(block)
+        is called when those of a block are complete, weight gradients that were put off included."""
         edges, grads = [self.output], [grad]
         while True:
             _backward(edges, grads)
