@@ -42,8 +42,8 @@ WIDE = 256
 
 @dataclass
 class DispatchConfig:
-    dispatcher: str = knob("alltoall", "what travels: a row for each of a token's experts, or each token once to all "
-                           "expert-parallel ranks (for few of them and a large top_k)",
+    dispatcher: str = knob("alltoall", "what travels: a row for each of a token's experts, or each token once to "
+                           "all expert-parallel ranks (for few of them and a large top_k)",
                            choices=("alltoall", "allgather"))
     capacity_factor: float = knob(1.25, "slots per expert over the balanced share; 0: dropless", least=0)
     capacity_scope: str = knob("expert", "who has slots of its own: each expert, or each rank, shared by its experts",
@@ -233,7 +233,7 @@ class Plan:
         self.choice_R = torch.full([R + 1], -1, device=self.device).scatter_(0, at, choice)[:R]
 
     def _gather(self, direction, tensors):
-        """Coroutine: all-gathers tensors "out" over ep, then etp; "back", reduce-scatters them the opposite way."""
+        """Coroutine: "out" all-gathers tensors over ep, then etp; "back" reduce-scatters them the other way."""
         hops = [(self.ep, "start_all_gather"), (self.etp, "start_all_gather")]
         if direction == "back":
             hops = [(self.etp, "start_reduce_scatter"), (self.ep, "start_reduce_scatter")]

@@ -392,7 +392,7 @@ class Model(nn.Module):
         self.embedding = table() if begins or (ends and self.embedding_is_shared) else None
         self.layers = nn.ModuleDict({str(i): Block(cfg, layout, i) for chunk in self.chunks for i in chunk})
         self.layers.update({str(i): MTPModule(cfg, layout, i) for i in self.mtp})
-        self.fetch = lambda block: None     # waits for parameters on their way: Optimizer.fetch, where there is one
+        self.fetch = lambda block: None     # waits for parameters on their way: an optimizer sets it
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps) if ends else None
         self.head = table() if ends and not cfg.tie_embeddings else None
 

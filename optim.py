@@ -6,8 +6,8 @@ gradient buffer, of which every parameter and its .grad are views. Once a step t
 over the owners, each rank updates its shard, and the parameters are all-gathered back. Shards of all families are
 disjoint over the world, so the global gradient norm is one all-reduce of local sums: no rule says who counts what.
 
-Both travel while the step computes: a bucket's gradients leave as soon as the driver says that the last backward is
-through with it, and its updated parameters arrive during the next forward, which waits for them block by block.
+Both travel while the step computes: a bucket's gradients leave as soon as the driver says that the last backward
+is through with it, and its updated parameters arrive during the next forward, which waits for them block by block.
 With overlap=none the same messages are waited for at once.
 
 Gradients are sums. The loss is divided by the global number of valid tokens where it is made, and nothing
@@ -211,8 +211,9 @@ class Optimizer:
             key = self.first_of.get(block), owner.ranks, kind, param.ndim > 1, ends, grad_dtype
             named.setdefault(key, (owner, []))[1].append((name, param))
         self.families, self.of_bucket = [], {}
-        # in the order in which forward needs them: the embedding and what else is outside of blocks, then the blocks
-        for (bucket, _, *kind), (owner, members) in sorted(named.items(), key=lambda f: f[0][0] is not None):
+        # in the order in which forward needs them: what is outside of blocks, as the embedding, then the blocks
+        outside_first = sorted(named.items(), key=lambda item: item[0][0] is not None)
+        for (bucket, _, *kind), (owner, members) in outside_first:
             family = Family(owner, *kind)
             self.of_bucket.setdefault(bucket, []).append(family)
             for name, param in family.allocate(members, device).items():

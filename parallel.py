@@ -270,8 +270,8 @@ class Group:
         return self.all_reduce(x.clone())
 
     def start_all_gather(self, x, out=None):
-        """Starts all_gather, into `out` if given, of which x may be this rank's part. Returns (out, work): out must
-        not be read before work.wait(), nor x changed."""
+        """Starts all_gather, into `out` if given, of which x may be this rank's part. Returns (out, work): out
+        must not be read before work.wait(), nor x changed."""
         if self.size == 1:
             return x, _Done
         out = x.new_empty(self.size * len(x), *x.shape[1:]) if out is None else out

@@ -62,8 +62,8 @@ class TrainConfig:
                        "in an out_dir without any; or the path of one")
     init_from: str = knob("", "hf:FOLDER starts from the weights of a model in Hugging Face's layout, whose "
                           "architecture it takes; upcycle:FOLDER from a dense one, whose MLP each expert copies")
-    cuda_graph: bool = knob(False, "capture forward, backward and reduction once, and replay them (GPU and capacity "
-                            "only; exchange and GEMM times are not measured then)")
+    cuda_graph: bool = knob(False, "capture forward, backward and reduction once, and replay them (GPU and "
+                            "capacity only; exchange and GEMM times are not measured then)")
     timeout_s: int = knob(600, "seconds after which a collective that some rank never joins ends the run", least=1)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline: to files in out_dir)")
     wandb_project: str = knob("foldmoe", "its project there")
@@ -103,8 +103,8 @@ def check(cfg, world):
         problems += part.check(cfg)
     problems += kernels.check(cfg, device_of(cfg)) + checkpoint.check_init(cfg, cfg.init_from)
     if cfg.cuda_graph and not cfg.capacity_factor:
-        problems.append("cuda_graph=true replays fixed shapes, but capacity_factor=0 is dropless: set capacity_factor to "
-                        "about 1.25 (with on_overflow=rerun nothing is lost), or cuda_graph=false")
+        problems.append("cuda_graph=true replays fixed shapes, but capacity_factor=0 is dropless: set "
+                        "capacity_factor to about 1.25 (with on_overflow=rerun nothing is lost), or cuda_graph=false")
     if cfg.cuda_graph and device_of(cfg).type != "cuda":
         problems.append("cuda_graph=true needs a GPU, but the device is a CPU: set cuda_graph=false")
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -339,7 +339,8 @@ class Graph:
 
     def capture(self, batches):
         families, layers = self.trainer.optimizer.families, self.trainer.model.moes.values()
-        self.trainer.optimizer.changed()    # whoever read the parameters since the last update: gathering is captured
+        # whoever read the parameters since the last update: bringing them to their owners is captured
+        self.trainer.optimizer.changed()
         self.batches, self.graph = batches, torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.trainer.gradients(batches)
@@ -480,8 +481,8 @@ class Log:
         if cfg.force_balance:
             self.print("force_balance: routing is round-robin; speed is flattered and the model learns nothing useful")
         if s.ep > 1 and not parallel.inside_domain(cfg, s.ep, s.world):
-            self.print(f"ep={s.ep} leaves the NVLink domain of {domain} ranks, so exchanges cross the network: the "
-                       f"largest ep that stays inside is {parallel.largest_ep(cfg, s.world)} (nvl_domain sets the "
+            self.print(f"ep={s.ep} leaves the NVLink domain of {domain} ranks, so exchanges cross the network: "
+                       f"the largest ep that stays inside is {parallel.largest_ep(cfg, s.world)} (nvl_domain sets the "
                        f"ranks of a domain)")
         if cfg.overlap == "pair" and trainer.microbatches == 1 and s.ep > 1:
             self.print("overlap=pair has a single microbatch, which runs alone: lower micro_batch to hide exchanges")
