@@ -620,8 +620,8 @@ class BlockMemoryConfig(train.Config):
 def middle_stage(cfg, dense):
     """`cfg` with one block on each of three pipeline stages, of which the middle one holds nothing else, and static
     shapes: no kernel runs, so nobody could say how many rows a dropless exchange brings."""
-    return dataclasses.replace(cfg, n_layer=3, n_dense_layers=3 if dense else 0, pp=3, vpp=1, pp_layout=(), etp=cfg.etp,
-                               ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1, nvl_domain=0,
+    return dataclasses.replace(cfg, n_layer=3, n_dense_layers=3 if dense else 0, pp=3, vpp=1, pp_layout=(),
+                               ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1,
                                capacity_factor=cfg.capacity_factor or 1.0)
 
 

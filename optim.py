@@ -208,9 +208,8 @@ class Optimizer:
 
     def held(self):
         """The tensors of a step that outlive it, for memory.Watch."""
-        state = {id(t): t for f in self.families for t in self.state(f).values()}
         return {"weights": [f.flat for f in self.families], "gradients": [f.grad for f in self.families],
-                "optimizer": list(state.values())}
+                "optimizer": [shard for f in self.families for shard in self.state(f).values()]}
 
     def zero_grad(self):
         for family in self.families:

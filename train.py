@@ -73,8 +73,8 @@ class TrainConfig:
 
 
 @dataclass
-class Config(KernelConfig, memory.MemoryConfig, parallel.ParallelConfig, dispatch.DispatchConfig, moe.MoEConfig, models.ModelConfig,
-             optim.OptimConfig, TrainConfig):
+class Config(KernelConfig, memory.MemoryConfig, parallel.ParallelConfig, dispatch.DispatchConfig, moe.MoEConfig,
+             models.ModelConfig, optim.OptimConfig, TrainConfig):
     """Every knob, flat."""
 
 
