@@ -6,7 +6,7 @@
     python bench.py kernels --tune                            on a GPU: proposes entries of kernels.TILES
     python bench.py ab "--overlap=none" "--overlap=pair"      any two variants, alternated in one run
     python bench.py overlap                                   what overlap hides on a network slowed down on purpose
-    python bench.py memory config/deepseek_v3.py              what a block keeps for backward, by recompute and offload
+    python bench.py memory config/deepseek_v3.py              what a block keeps, by recompute and offload
     python bench.py ablate --knob=precision --values=fp32,bf16     what a knob does to the loss, over several seeds
 
 Every command takes --help, and --json=FILE to keep what it prints. A figure is a median of repeated runs on an
@@ -621,10 +621,10 @@ class BlockMemoryConfig(train.Config):
 
 
 def middle_stage(cfg, dense):
-    """`cfg` with one block on each of three pipeline stages, of which the middle one holds nothing else, and static
-    shapes: no kernel runs, so nobody could say how many rows a dropless exchange brings."""
-    return dataclasses.replace(cfg, n_layer=3, n_dense_layers=3 if dense else 0, pp=3, vpp=1, pp_layout=(), etp=cfg.etp,
-                               ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1, nvl_domain=0,
+    """`cfg` with one block on each of three pipeline stages, of which the middle one holds nothing else, and
+    static shapes: no kernel runs, so nobody could say how many rows a dropless exchange brings."""
+    return dataclasses.replace(cfg, n_layer=3, n_dense_layers=3 if dense else 0, pp=3, vpp=1, pp_layout=(),
+                               ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1,
                                capacity_factor=cfg.capacity_factor or 1.0)
 
 
@@ -642,8 +642,8 @@ def pretend(cfg):
 
 
 def block_memory(cfg):
-    """Bytes of one block's forward and backward on one microbatch, from shapes alone: what it keeps between the two
-    (apart from its input, which it keeps whatever the knobs say), what waits on the host, the peak of both."""
+    """Bytes of one block's forward and backward on one microbatch, from shapes alone: what it keeps between the
+    two (apart from its input, which it keeps whatever the knobs say), what waits on the host, the peak of both."""
     world, cpu = torch.distributed.get_world_size(), torch.device("cpu")
     layout = parallel.Layout(parallel.sizes_of(cfg, world), cpu)
     dtype = torch.float32 if cfg.precision == "fp32" else torch.bfloat16
@@ -688,9 +688,9 @@ def memory_command(argv):
             rows.append({"block": block, "choice": name or "keep everything", "kept MB": kept / 1e6,
                          "saved MB": (everything - kept) / 1e6, "host MB": host / 1e6, "peak MB": peak / 1e6})
     torch.distributed.destroy_process_group()
-    print(f"one block, {cfg.micro_batch or 1}×{cfg.seq_len} tokens, tp {cfg.tp}, cp {cfg.cp}, ep {max(cfg.ep, 1)}, etp "
-          f"{cfg.etp}, {plain.capacity_factor} times the balanced share of slots. kept: for backward, apart from the "
-          f"block's input; peak: of forward and backward, with torch's kernels")
+    print(f"one block, {plain.micro_batch}×{cfg.seq_len} tokens, tp {cfg.tp}, cp {cfg.cp}, ep {plain.ep}, etp "
+          f"{cfg.etp}, {plain.capacity_factor} times the balanced share of slots. kept: for backward, apart from "
+          f"the block's input; peak: of forward and backward, with torch's kernels")
     print(*table(rows, {"block": "", "choice": "", "kept MB": ",.1f", "saved MB": ",.1f", "host MB": ",.1f",
                         "peak MB": ",.1f"}), sep="\n")
     write_json(cfg.json, rows)

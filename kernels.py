@@ -776,7 +776,7 @@ def swiglu(h_R2F, p_R=None):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number per row, as torch's own does on a GPU. On a CPU that would keep two more copies of x."""
+    """Keeps x and one number per row, as torch's own does on a GPU. On a CPU that keeps two more copies of x."""
 
     @staticmethod
     def forward(ctx, x_TD, weight_D, eps):

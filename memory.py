@@ -6,10 +6,10 @@ becomes of the tensors that are saved inside a part, and of the part's results, 
     recompute   they are not kept: backward runs the part again, from its arguments
     offload     they wait in the host's memory, and come back one segment before backward needs them
 
-The arguments of a part go where whatever made them, or the part around it, says. So all choices combine, parts may
-lie within parts, and a part that costs little but has large results (a norm, an activation) saves as much as one
-that costs a lot. A part makes no exchange; collectives inside it run again in backward, on all ranks alike. Routing
-choices are made outside of all parts, and kept.
+The arguments of a part go where whatever made them, or the part around it, says. So all choices combine, parts
+may lie within parts, and a part that costs little but has large results (a norm, an activation) saves as much as
+one that costs a lot. A part makes no exchange; collectives inside it run again in backward, on all ranks alike.
+Routing choices are made outside of all parts, and kept.
 
 The second half measures: every storage that lives, by the part and the operation that made it.
 """
@@ -37,10 +37,11 @@ PARTS = ("norm", "moe_act", "mla_up", "attn", "mlp", "moe")
 @dataclass
 class MemoryConfig:
     recompute: tuple[str, ...] = knob(
-        (), "what backward runs again instead of finding it kept: cheap results (norm, moe_act: the experts' SwiGLU, "
-        "mla_up: queries, keys and values out of their latents), parts (attn, mlp, moe: the experts) or full blocks",
+        (), "what backward runs again instead of finding it kept: cheap results (norm, moe_act: experts' SwiGLU, "
+        "mla_up: queries, keys and values from latents), parts (attn, mlp, moe: the experts) or full blocks",
         choices=(*PARTS, "full"))
-    offload: tuple[str, ...] = knob((), "parts whose tensors wait for backward in the host's memory", choices=PARTS)
+    offload: tuple[str, ...] = knob((), "parts whose tensors wait for backward in the host's memory",
+                                    choices=PARTS)
 
 
 def check(cfg):
@@ -101,8 +102,8 @@ def _found(kept):
 
 
 class Saving:
-    """While it is open, results of parts are saved as their parts want it, and everything else as `keep` says: here,
-    plainly. `offloaded` lists what has tensors on the host because of it; moves: whether anything goes there."""
+    """While it is open, results of parts are saved as their parts want it, and everything else as `keep` says:
+    here, plainly. offloaded: what has tensors on the host because of it; moves: whether anything goes there."""
 
     repeats = False     # True: it sees the same again, where only parts inside it are there to answer for results
 
@@ -171,7 +172,7 @@ class Recomputed(Policy):
         with torch.enable_grad(), within("recompute"), replay:
             results = self.function(*args)
         results = results if isinstance(results, tuple) else (results,)
-        for kept, x in zip(self.inside, replay.saved, strict=True):     # the same function saves the same, in order
+        for kept, x in zip(self.inside, replay.saved, strict=True):     # the same is saved, in the same order
             if (kept := kept()) is not None:
                 kept.value = x
         for kept, n, geometry in self.views:
@@ -233,8 +234,8 @@ _leaving = []   # (tensor on its way to the host, what to wait for before its me
 
 
 def settle(first=None):
-    """Lets go of the first tensors that left, or of all. (A GPU waits until they have arrived, the host does not.) What
-    one offloaded part sends away has the time of the next one to arrive."""
+    """Lets go of the first tensors that left, or of all. (A GPU waits until they have arrived, the host does not.)
+    What one offloaded part sends away has the time of the next one to arrive."""
     for _, left in _leaving[:first]:
         left.wait()
     del _leaving[:first]
@@ -280,8 +281,8 @@ def _copy_stream(device):
 
 
 def start_copy(x, device):
-    """Starts to copy x, to or from pinned memory on a stream of its own. Returns (copy, work): before work.wait() the
-    copy must not be read, nor x changed or let go."""
+    """Starts to copy x, to or from pinned memory on a stream of its own. Returns (copy, work): before work.wait()
+    the copy must not be read, nor x changed or let go."""
     if not x.is_cuda and device.type == "cpu":
         return x.clone(), _Done
     stream = _copy_stream(x.device if x.is_cuda else device)
@@ -370,15 +371,14 @@ class Watch(TorchDispatchMode):
                 self.peak, self.at_peak = self.total, self.live.copy()
 
     def table(self, operations=3):
-        """Lines: bytes by where they were made, at the peak and at most, with the operations that made the most."""
-        rows = collections.defaultdict(dict)
+        """Lines: bytes by where they were made, at the peak and at most, and the operations that made the most."""
+        rows = {where: [] for where in self.most}
         for (where, operation), size in self.at_peak.items():
-            rows[where][operation] = size
-        largest = lambda sizes: sorted(sizes.items(), key=lambda item: -item[1])
-        for where, most in self.most.items():
-            rows[where]     # may have been empty at the peak
+            rows[where].append((size, operation))
+        held = lambda where: sum(size for size, _ in rows[where])
         yield f"  {'activations, made in':32} {'MB at peak':>11} {'most MB':>9}  largest at the peak"
-        for where in sorted(rows, key=lambda where: (-sum(rows[where].values()), -self.most[where])):
-            ops = ", ".join(f"{op} {size / 1e6:,.1f}" for op, size in largest(rows[where])[:operations] if size >= 5e4)
-            yield f"  {where:32} {sum(rows[where].values()) / 1e6:11,.1f} {self.most[where] / 1e6:9,.1f}  {ops}".rstrip()
+        for where in sorted(rows, key=lambda where: (-held(where), -self.most[where])):
+            largest = sorted(rows[where], reverse=True)[:operations]
+            words = ", ".join(f"{operation} {size / 1e6:,.1f}" for size, operation in largest if size >= 5e4)
+            yield f"  {where:32} {held(where) / 1e6:11,.1f} {self.most[where] / 1e6:9,.1f}  {words}".rstrip()
         yield f"  {'all together':32} {self.peak / 1e6:11,.1f}"

@@ -41,8 +41,8 @@ class OptimConfig:
     weight_decay: float = knob(0.1, "AdamW's decay of matrices; norms have none", least=0)
     grad_clip: float = knob(1.0, "largest global gradient norm; 0: no clipping", least=0)
     moment_dtype: str = knob("fp32", "AdamW's averages are kept in it", choices=("fp32", "bf16"))
-    grad_dtype: str = knob("fp32", "gradients are summed in it, over microbatches and ranks (the router's always in "
-                           "fp32)", choices=("fp32", "bf16"))
+    grad_dtype: str = knob("fp32", "gradients are summed in it, over microbatches and ranks (the router's always "
+                           "in fp32)", choices=("fp32", "bf16"))
     offload_optimizer: bool = knob(False, "AdamW's averages wait in the host's memory for the update")
 
 
@@ -92,8 +92,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def dice(count, updates):
-    """A random 16-bit number for each of `count` places, int32: a hash of the place and of how many `updates` there
-    were (a tensor). So it can be repeated, and there is no state to keep."""
+    """A random 16-bit number for each of `count` places, int32: a hash of the place and of how many `updates`
+    there were (a tensor). So it can be repeated, and there is no state to keep."""
     mixed = torch.arange(count, dtype=torch.int32, device=updates.device).mul_(0x27D4EB2F)
     mixed += updates.int() * 0x165667B1
     mixed ^= mixed >> 15
@@ -102,13 +102,13 @@ def dice(count, updates):
 
 
 def round_at_random(x, dice):
-    """fp32 to bf16, up with the probability that makes the mean right. An average that moves by less than half a unit
-    in bf16's last place, 0.4 %, would else stand still: with beta2=0.999 it could grow but hardly ever fall."""
+    """fp32 to bf16, up with the probability that makes the mean right. An average that moves by less than half a
+    unit in bf16's last place, 0.4 %, would else stand still: with beta2=0.999 it could grow but hardly fall."""
     # the dice are added to the 16 bits that bf16 has not, and carry over or are lost
     return (x.view(torch.int32) + dice).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-# Elements of a shard that are updated at once where a copy of its averages is made for it: what a CPU's cache holds
+# Elements of a shard that are updated at once where copies of its averages are made: what a CPU's cache holds
 BLOCK = {"cpu": 2**17, "cuda": 2**24}
 
 
@@ -224,9 +224,11 @@ class Optimizer:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
         self.count = torch.zeros((), device=device)     # updates, without those that were skipped
-        host = dict(device="cpu", pin_memory=device.type == "cuda") if cfg.offload_optimizer else dict(device=device)
+        place = dict(device=device)
+        if cfg.offload_optimizer:
+            place = dict(device="cpu", pin_memory=device.type == "cuda")
         for family in self.families if cfg.optimizer == "adamw" else ():
-            family.moments = {name: torch.zeros(family.shard_size, dtype=DTYPES[cfg.moment_dtype], **host)
+            family.moments = {name: torch.zeros(family.shard_size, dtype=DTYPES[cfg.moment_dtype], **place)
                               for name in ("exp_avg", "exp_avg_sq")}
 
     def start(self):
@@ -255,9 +257,8 @@ class Optimizer:
 
     def held(self):
         """The tensors of a step that outlive it, for memory.Watch."""
-        state = {id(t): t for f in self.families for t in self.state(f).values()}
         return {"weights": [f._flat for f in self.families], "gradients": [f.grad for f in self.families],
-                "optimizer": list(state.values())}
+                "optimizer": [shard for f in self.families for shard in self.state(f).values()]}
 
     def start_gather(self):
         """A step begins: updated parameters set out, in the order in which forward needs them."""
@@ -320,8 +321,8 @@ class Optimizer:
             family.stale = True
 
     def _portions(self):
-        """(do they decay, [(master, its averages, gradient)]) of what is updated at once: everything, if averages are
-        in fp32 and on the device, else a block after the other, to make copies of."""
+        """(do they decay, [(master, its averages, gradient)]) of what is updated at once: everything, if averages
+        are in fp32 and on the device, else a block after the other, to make copies of."""
         at_once = self.cfg.moment_dtype == "fp32" and not self.cfg.offload_optimizer
         for decays in (True, False):
             shards = [(f.master.detach(), *f.moments.values(), f.master.grad) for f in self.families
@@ -330,7 +331,8 @@ class Optimizer:
                 yield decays, shards
             elif shards:
                 size = BLOCK[self.count.device.type]
-                yield from ((decays, [block]) for shard in shards for block in zip(*(t.split(size) for t in shard)))
+                for shard in shards:
+                    yield from ((decays, [block]) for block in zip(*(t.split(size) for t in shard)))
 
     def _adamw(self, portion, lr, decay, found_inf):
         masters, *averages, grads = map(list, zip(*portion))
@@ -338,9 +340,9 @@ class Optimizer:
         # what is fp32 and on the device is updated where it lies
         wide = [[(t if t.device == device else t.to(device, non_blocking=True)).float() for t in moments]
                 for moments in averages]
-        adamw(masters, grads, *wide, [], list(self.count.repeat(len(grads)).unbind()), fused=True, found_inf=found_inf,
-              amsgrad=False, maximize=False, lr=lr, beta1=self.cfg.beta1, beta2=self.cfg.beta2, weight_decay=decay,
-              eps=self.cfg.eps)
+        updates = list(self.count.repeat(len(grads)).unbind())      # which it counts on
+        adamw(masters, grads, *wide, [], updates, fused=True, found_inf=found_inf, amsgrad=False, maximize=False,
+              lr=lr, beta1=self.cfg.beta1, beta2=self.cfg.beta2, weight_decay=decay, eps=self.cfg.eps)
         for stored, moment in zip(sum(averages, []), sum(wide, [])):
             if stored.dtype == torch.bfloat16:
                 moment = round_at_random(moment, dice(len(moment), self.count))

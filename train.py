@@ -75,8 +75,8 @@ class TrainConfig:
 
 
 @dataclass
-class Config(KernelConfig, memory.MemoryConfig, parallel.ParallelConfig, dispatch.DispatchConfig, moe.MoEConfig, models.ModelConfig,
-             optim.OptimConfig, TrainConfig):
+class Config(KernelConfig, memory.MemoryConfig, parallel.ParallelConfig, dispatch.DispatchConfig, moe.MoEConfig,
+             models.ModelConfig, optim.OptimConfig, TrainConfig):
     """Every knob, flat."""
 
 
@@ -524,8 +524,9 @@ class Log:
         """What the first step's memory was made of, on the rank where its peak was highest. Collective."""
         peaks = self.trainer.layout.world.gather_objects((watch.peak, self.rank, watch.apart, list(watch.table())))
         peak, rank, apart, lines = max(peaks)
+        others = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in apart.items())
         self.print(f"  memory of the first step on rank {rank}, whose {peak / 1e6:,.1f} MB at the peak are the most; "
-                   + ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in apart.items()) + " apart", *lines)
+                   f"apart: {others}", *lines)
 
     def step(self, result, val_loss=None, stop=False):
         """→ True if the step was finite. Collective: ranks tell each other their times, and whether somebody was
