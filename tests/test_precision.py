@@ -287,6 +287,24 @@ def test_an_expert_without_tokens(pool, tokens):
                 assert not gradient[7].any() and gradient[:7].flatten(1).any(1).all()
 
 
+@pytest.mark.parametrize("capacity, splits", [(0, [16, 16, 16, 0]), (16, [16] * 4)])
+def test_an_experts_rows_begin_where_its_split_does(capacity, splits):
+    import dispatch
+    experts_TK = torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2], [-1, -1]])
+    plan = dispatch.Plan(experts_TK, torch.rand(5, 2), 4, capacity, "position", harness.Alone, harness.Alone, align=16)
+    for direction in ("counts", "out")[bool(capacity):]:
+        for _ in plan.travel(direction, torch.zeros(5, 8), (plan.choice_S >= 0).float() - (plan.choice_S < 0).float()):
+            pass
+    assert plan.groups.splits == splits and plan.groups.ends_L.tolist() == torch.tensor(splits).cumsum(0).tolist()
+    token_R, slots_TK = plan.expert_rows()
+    found = [[t for t in part if t >= 0] for part in (part.tolist() for part in token_R.split(splits))]
+    assert [sorted(part) for part in found] == [[0, 1, 3], [1, 2], [0, 2, 3], []]
+    for part, own, real in zip(found, token_R.split(splits), plan.groups.real_R.split(splits)):
+        assert own.tolist() == part + [-1] * (len(own) - len(part)) and real.tolist() == (own >= 0).tolist()
+    for t, slots in enumerate(slots_TK.tolist()):
+        assert all(token_R[slot] == t for slot in slots if slot >= 0)
+
+
 def test_room_is_rounded_up():
     import dispatch
     c = lambda precision: dispatch.capacity(config(precision=precision, emulate=True, capacity_factor=1.0), 64)
