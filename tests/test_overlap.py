@@ -264,8 +264,9 @@ def trace(tokens, knobs, sabotage=""):
 
 
 @pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("full",)),
-                                  dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position")],
-                         ids=["expert", "rank", "tp"])
+                                  dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position",
+                                       precision="nvfp4", emulate=True, dispatch_precision="fp8")],
+                         ids=["expert", "rank", "tp, low precision"])
 def test_a_step_with_capacity_reads_nothing(tokens, more):
     done = trace(tokens, STATIC | more)
     assert done.returncode == 0 and "no host reads" in done.stdout, done.stderr[-3000:]

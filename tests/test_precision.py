@@ -431,3 +431,18 @@ def test_no_schedule_changes_a_bit_of_what_travels_in_e4m3(pool, tokens):
         assert first["losses"] == pytest.approx(plain["losses"], rel=0.01) and first["losses"] != plain["losses"]
         for parameter, gradient in plain["grads"].items():
             assert "router" in parameter or snr(gradient, first["grads"][parameter]) > 15, parameter
+
+
+def test_router_logits_in_bf16_if_asked():
+    import moe
+    x, logits = torch.randn(9, 32, requires_grad=True), {}
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    for precision in ("fp32", "bf16"):
+        router = moe.Router(config(router_precision=precision))
+        router.weight.data.copy_(weight)
+        logits[precision] = router(x, torch.ones(9, dtype=torch.bool))[3]
+        logits[precision].sum().backward()
+        assert router.weight.dtype == router.weight.grad.dtype == logits[precision].dtype == torch.float32
+        assert snr(x.detach().sum(0).expand(8, -1), router.weight.grad) > 35
+    assert torch.equal(logits["fp32"], x @ weight.t())
+    assert torch.equal(logits["bf16"], (x.bfloat16() @ weight.bfloat16().t()).float())
