@@ -44,7 +44,8 @@ from settings import load as load_settings
 
 STATE, FORMAT = "state.json", 1
 # Knobs of model.py and moe.py that may change between a checkpoint and the run that goes on from it
-FREE = {"seq_len", "aux_loss_coef", "aux_loss_scope", "z_loss_coef", "bias_update_rate", "force_balance", "router_precision"}
+FREE = {"seq_len", "aux_loss_coef", "aux_loss_scope", "z_loss_coef", "bias_update_rate", "force_balance",
+        "router_precision"}
 
 
 class CheckpointError(Exception):
