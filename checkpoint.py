@@ -45,7 +45,7 @@ from settings import load as load_settings
 STATE, FORMAT = "state.json", 1
 # Knobs of model.py and moe.py that may change between a checkpoint and the run that goes on from it
 FREE = {"seq_len", "mtp_coef", "aux_loss_coef", "aux_loss_scope", "z_loss_coef", "bias_update_rate",
-        "force_balance"}
+        "force_balance", "router_precision"}
 
 
 class CheckpointError(Exception):

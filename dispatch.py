@@ -52,8 +52,8 @@ class DispatchConfig:
                             "position, the latest choice of the latest token", choices=("probs", "position"))
     on_overflow: str = knob("drop", "what a step does whose experts are full: drop choices, or rerun without any "
                             "limit and forget the first attempt", choices=("drop", "rerun"))
-    dispatch_precision: str = knob("auto", "what tokens are on their way to the experts; fp8: e4m3 with a scale per 128 "
-                                   "values; auto: as they are. Results and all gradients travel as they are",
+    dispatch_precision: str = knob("auto", "what tokens are on their way to the experts; fp8: e4m3 with a scale "
+                                   "per 128 values; auto: as they are, as results and all gradients are anyway",
                                    choices=("auto", "fp8"))
 
 
@@ -106,7 +106,7 @@ class Plan:
     shared      how many experts, all of one rank, have these C slots together
     ep, etp     the groups to travel over
     gathered    dispatcher=allgather, or nobody to travel to
-    align       > 1: the rows of an expert are filled up to a multiple of this, and to a number that the host knows
+    align       > 1: an expert's rows are filled up to a multiple of this, and to a number that the host knows
     fp8         tokens travel as e4m3. Gradients do not, so that of the rounding is the identity
 
     slot_TK     the slot of each assignment, -1 if dropped or not routed
@@ -248,14 +248,14 @@ class Plan:
         return tensors
 
     def _travel_out(self, rows, weights):
-        D, N, fp8, dtype = rows.shape[1], self.etp.size, self.fp8 and weights is not None, rows.dtype
-        wire = rows if weights is None else _pack(rows, weights, fp8)
+        D, N, dtype = rows.shape[1], self.etp.size, rows.dtype
+        wire = rows if weights is None else _pack(rows, weights, self.fp8)
         wire = yield from self._hop(self.ep, wire, self.send, self.recv)
         wire = yield from self._hop(self.etp, wire.repeat(N, 1) if N > 1 else wire, self.recv and N * [len(wire)],
                                     self.share)
         if weights is None:
             return [wire]
-        rows, weights = _unpack(wire, D, from_fp8=fp8 and dtype)
+        rows, weights = _unpack(wire, D, from_fp8=dtype if self.fp8 else None)
         self._arrived(weights)
         return [rows, weights]
 

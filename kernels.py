@@ -44,11 +44,11 @@ except ImportError:
 
 @dataclass
 class KernelConfig:
-    precision: str = knob("auto", "parameters and arithmetic; auto: bf16 on a GPU, fp32 elsewhere; what is lower rounds "
-                          "the operands of linear layers and experts, all else is bf16",
+    precision: str = knob("auto", "parameters and arithmetic; auto: bf16 on a GPU, fp32 elsewhere; below that, "
+                          "operands of linear layers and experts are rounded, and all else is bf16",
                           choices=("auto", "fp32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"))
-    emulate: bool = knob(False, "round as a precision below bf16 does, in torch, instead of computing in it: on any "
-                         "machine, to study what it does to the loss")
+    emulate: bool = knob(False, "round as a precision below bf16 does, in torch, instead of computing in it: on "
+                         "any machine, to study what it does to the loss")
     bf16_layers: int = knob(0, "how many of the first and of the last layers stay bf16 where precision is lower",
                             least=0)
     gemm: str = knob("auto", "who computes experts, permutes and SwiGLU; auto: triton on a GPU from sm_90 on, "
@@ -592,7 +592,8 @@ class _GroupedGemm(torch.autograd.Function):
             # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
             sink = weight.grad if backend.triton and weight.is_leaf else None
             with clock.span("gemm", x_RD.device):
-                dy, x = rounded(recipe, dy_RF, 0, "gradient", groups.splits), rounded(recipe, x_RD, 0, "", groups.splits)
+                dy = rounded(recipe, dy_RF, 0, "gradient", groups.splits)
+                x = rounded(recipe, x_RD, 0, splits=groups.splits)
                 if sink is not None and sink.dtype == torch.float32:
                     gemm_experts(dy, x, groups, row_R, into=_matrices(sink))
                 else:
@@ -695,8 +696,9 @@ class TransformerEngine:
             import transformer_engine.pytorch as te
             parameter = w if isinstance(w, torch.nn.Parameter) else w._base
             grad = parameter.grad
-            self.modules[key] = module = make(te, bias=False, params_dtype=w.dtype, device=w.device,
-                                              init_method=lambda weight: None, fuse_wgrad_accumulation=grad is not None)
+            module = make(te, bias=False, params_dtype=w.dtype, device=w.device, init_method=lambda weight: None,
+                          fuse_wgrad_accumulation=grad is not None)
+            self.modules[key] = module
             for name, part in zip(names, parts):
                 weight = torch.nn.Parameter(part.detach(), requires_grad=parameter.requires_grad)
                 if grad is not None:
@@ -706,10 +708,10 @@ class TransformerEngine:
         return self.modules[key]
 
     def is_first(self, w):
-        """Whether `w` has changed since this was last asked: then it is rounded anew, else what was kept of it serves.
-        None, where no backward follows: nothing is kept. (Backward after True writes main_grad where it would else
-        add to it. That is right because gradients begin as zeros and microbatches go back in the order in which they
-        came.)"""
+        """Whether `w` has changed since this was last asked: then it is rounded anew, else what was kept of it
+        serves. None, where no backward follows: nothing is kept. (Backward after True writes main_grad where it
+        would else add to it. That is right because gradients begin as zeros and microbatches go back in the order
+        in which they came.)"""
         if not torch.is_grad_enabled():
             return None
         key = w.data_ptr(), w.shape

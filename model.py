@@ -98,8 +98,8 @@ def check(cfg):
         least = 32 if cfg.precision == "mxfp8" else 16
         off = [f"{name}={width}" for name, width in multiplied_widths(cfg).items() if width % least]
         if off:
-            problems.append(f"{', '.join(off)}: not a multiple of {least}, as precision={cfg.precision} needs: change it, "
-                            f"or set precision=bf16")
+            problems.append(f"{', '.join(off)}: not a multiple of {least}, as precision={cfg.precision} needs: change "
+                            f"it, or set precision=bf16")
     if cfg.n_dense_layers > cfg.n_layer:
         problems.append(f"n_dense_layers={cfg.n_dense_layers} is more than n_layer={cfg.n_layer}")
     if cfg.n_mtp >= cfg.seq_len:

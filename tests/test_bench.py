@@ -154,18 +154,17 @@ def test_ablate_compares_runs_of_equal_seeds(tokens, tmp_path, monkeypatch, caps
     assert found["runs"]["1.0"] == [{"seed": 1, "val_loss": pytest.approx(3.03), "tokens_per_s": 6.5},
                                     {"seed": 5, "val_loss": pytest.approx(7.35), "tokens_per_s": 6.5}]
     lines = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(bench, "start_ranks", lambda *args: 1)
+    assert bench.main(["ablate", "--knob=lr", "--values=0.5", f"--data={tokens}", *ABLATE]) == 1
+    assert "--lr=0.5 --seed=1 did not end with a finite loss" in capsys.readouterr().err
     assert lines[-2].split() == "0.0 5.0000 3.0000 7.0000 +0.00% +0.00% +0.00% 6".split()
     assert lines[-1].split() == "1.0 5.1900 3.0300 7.3500 +3.00% +1.00% +5.00% 6".split()
 
 
 def test_ablate_trains(tokens):
     done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e-2", "--seeds=5", f"--data={tokens}", *ABLATE[2:],
-               "--nproc=1", "--max_steps=2", "--eval_steps=1")
+               "--nproc=1")
     assert done.returncode == 0 and "--lr=1e-2 --seed=5: validation loss 4." in done.stdout, done.stderr
-    # a run that fails ends it, with the run's own words
-    done = run(ROOT / "bench.py", "ablate", "--knob=lr", "--values=1e30", "--seeds=5", f"--data={tokens}", *ABLATE[2:],
-               "--nproc=1", "--max_steps=4", "--eval_steps=1", "--optimizer=sgd", "--warmup_steps=0", "--grad_clip=0")
-    assert done.returncode == 1 and "did not end with a finite loss" in done.stderr.splitlines()[-1], done.stderr
 
 
 @pytest.mark.parametrize("words, says", [

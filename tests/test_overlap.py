@@ -389,11 +389,17 @@ def trace(tokens, knobs, sabotage=""):
                           timeout=200)
 
 
-@pytest.mark.parametrize("more", [{}, dict(capacity_scope="rank", ep=2, recompute=("norm", "moe_act", "attn", "full"),
-                                            moment_dtype="bf16", grad_dtype="bf16", n_mtp=1),
-                                  dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position"),
-                                  dict(ep=2, dispatcher="allgather")],
-                         ids=["expert", "rank", "tp", "allgather"])
+STATIC_VARIANTS = {
+    "expert": {},
+    "rank": dict(capacity_scope="rank", ep=2, recompute=("norm", "moe_act", "attn", "full"), moment_dtype="bf16",
+                 grad_dtype="bf16", n_mtp=1),
+    "tp, low precision": dict(tp=2, ep=2, etp=2, score_fn="sigmoid", drop_policy="position", precision="nvfp4",
+                              emulate=True, dispatch_precision="fp8"),
+    "allgather": dict(ep=2, dispatcher="allgather"),
+}
+
+
+@pytest.mark.parametrize("more", STATIC_VARIANTS.values(), ids=STATIC_VARIANTS)
 def test_a_step_with_capacity_reads_nothing(tokens, more):
     done = trace(tokens, STATIC | more)
     assert done.returncode == 0 and "no host reads" in done.stdout, done.stderr[-3000:]

@@ -287,6 +287,24 @@ def test_an_expert_without_tokens(pool, tokens):
                 assert not gradient[7].any() and gradient[:7].flatten(1).any(1).all()
 
 
+@pytest.mark.parametrize("capacity, splits", [(0, [16, 16, 16, 0]), (16, [16] * 4)])
+def test_an_experts_rows_begin_where_its_split_does(capacity, splits):
+    import dispatch
+    experts_TK = torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2], [-1, -1]])
+    plan = dispatch.Plan(experts_TK, torch.rand(5, 2), 4, capacity, "position", harness.Alone, harness.Alone, align=16)
+    for direction in ("counts", "out")[bool(capacity):]:
+        for _ in plan.travel(direction, torch.zeros(5, 8), (plan.choice_S >= 0).float() - (plan.choice_S < 0).float()):
+            pass
+    assert plan.groups.splits == splits and plan.groups.ends_L.tolist() == torch.tensor(splits).cumsum(0).tolist()
+    token_R, slots_TK = plan.expert_rows()
+    found = [[t for t in part if t >= 0] for part in (part.tolist() for part in token_R.split(splits))]
+    assert [sorted(part) for part in found] == [[0, 1, 3], [1, 2], [0, 2, 3], []]
+    for part, own, real in zip(found, token_R.split(splits), plan.groups.real_R.split(splits)):
+        assert own.tolist() == part + [-1] * (len(own) - len(part)) and real.tolist() == (own >= 0).tolist()
+    for t, slots in enumerate(slots_TK.tolist()):
+        assert all(token_R[slot] == t for slot in slots if slot >= 0)
+
+
 def test_room_is_rounded_up():
     import dispatch
     c = lambda precision: dispatch.capacity(config(precision=precision, emulate=True, capacity_factor=1.0), 64)
@@ -413,3 +431,18 @@ def test_no_schedule_changes_a_bit_of_what_travels_in_e4m3(pool, tokens):
         assert first["losses"] == pytest.approx(plain["losses"], rel=0.01) and first["losses"] != plain["losses"]
         for parameter, gradient in plain["grads"].items():
             assert "router" in parameter or snr(gradient, first["grads"][parameter]) > 15, parameter
+
+
+def test_router_logits_in_bf16_if_asked():
+    import moe
+    x, logits = torch.randn(9, 32, requires_grad=True), {}
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    for precision in ("fp32", "bf16"):
+        router = moe.Router(config(router_precision=precision))
+        router.weight.data.copy_(weight)
+        logits[precision] = router(x, torch.ones(9, dtype=torch.bool))[3]
+        logits[precision].sum().backward()
+        assert router.weight.dtype == router.weight.grad.dtype == logits[precision].dtype == torch.float32
+        assert snr(x.detach().sum(0).expand(8, -1), router.weight.grad) > 35
+    assert torch.equal(logits["fp32"], x @ weight.t())
+    assert torch.equal(logits["bf16"], (x.bfloat16() @ weight.bfloat16().t()).float())

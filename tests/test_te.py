@@ -150,8 +150,8 @@ def test_calls_fit_and_gradients_are_those_of_bf16(tokens, monkeypatch, version,
     this process has no job."""
     calls, (found, ref) = pool.run(1, passes_under, version, dict(knobs, data=tokens))[0]
     for name, gradient in ref.items():
-        error = (found[name] - gradient).norm() / gradient.norm()
-        assert error < 0.05 or "router" in name and error < 0.1, (name, error)      # sums in bf16 and in fp32
+        error = (found[name] - gradient).norm() / gradient.norm()      # sums in bf16 and in fp32
+        assert error < (0.1 if "router" in name or "norm" in name else 0.05), (name, error)
     first = [given for what, given in calls if what in ("forward", "grouped_forward")]
     modules = sum(what in ("linear", "grouped") for what, _ in calls)
     # each weight is rounded once for each pass, and not for passes that no gradient follows
@@ -170,13 +170,14 @@ def passes_under(version, knobs):
     sys.modules.update(modules)
     try:
         for precision in ("fp8", "bf16"):
-            small = dict(n_layer=2, d_model=64, d_expert=32, d_ff=64, global_batch=3, precision=precision, lr=0.01)
+            small = dict(n_layer=2, d_model=64, d_expert=32, d_ff=64, global_batch=3, precision=precision)
             trainer = train.Trainer(harness.config(**small | knobs), 1)
             for step in range(2):
                 trainer.forward_backward(list(trainer.batches(step)))
                 trainer.optimizer.reduce()
                 results += [optim.full_gradients(trainer.model, trainer.optimizer)] * step
-                trainer.optimizer.step(0.01, torch.tensor(1.0), torch.tensor(False))
+                for family in trainer.optimizer.families:   # in place, as the optimizer does, but equally for both
+                    family.flat.mul_(1.1)
     finally:
         for name, module in before.items():
             sys.modules.pop(name)
@@ -282,23 +283,25 @@ def test_the_real_package_has_the_signatures_above():
     import ast
     root = Path(importlib.util.find_spec("transformer_engine").origin).parent / "pytorch"
 
-    def declared(file, owner, name):
-        body = ast.parse((root / file).read_text()).body
-        if owner:
-            body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner).body
-        found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name).args
-        return " ".join(arg.arg for arg in found.args if arg.arg != "self"), len(found.args) - len(found.defaults) - bool(owner)
+    def declared(file, *path):
+        node = ast.parse((root / file).read_text())
+        for name in path:
+            node = next(inner for inner in node.body if getattr(inner, "name", None) == name)
+        if isinstance(node, ast.ClassDef):      # autocast is a function or a class
+            return declared(file, *path, "__init__")
+        names = [arg.arg for arg in node.args.args if arg.arg != "self"]
+        return " ".join(names), len(names) - len(node.args.defaults)
 
     ours = SIGNATURES[installed]
-    for what, file, owner, name in (("linear", "module/linear.py", "Linear", "__init__"),
-                                    ("grouped", "module/grouped_linear.py", "GroupedLinear", "__init__"),
-                                    ("forward", "module/linear.py", "Linear", "forward"),
-                                    ("grouped_forward", "module/grouped_linear.py", "GroupedLinear", "forward")):
-        assert declared(file, owner, name) == (ours[what], NEEDED[what])
+    for what, file, *path in (("linear", "module/linear.py", "Linear", "__init__"),
+                              ("grouped", "module/grouped_linear.py", "GroupedLinear", "__init__"),
+                              ("forward", "module/linear.py", "Linear", "forward"),
+                              ("grouped_forward", "module/grouped_linear.py", "GroupedLinear", "forward")):
+        assert declared(file, *path) == (ours[what], NEEDED[what])
     if ours["autocast"]:
-        assert declared("quantization.py", None, "autocast") == (ours["autocast"], 0)
+        assert declared("quantization.py", "autocast") == (ours["autocast"], 0)
     else:
-        assert declared("fp8.py", None, "fp8_autocast") == (FP8_AUTOCAST, 0)
+        assert declared("fp8.py", "fp8_autocast") == (FP8_AUTOCAST, 0)
 
 
 @installed
