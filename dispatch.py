@@ -365,7 +365,7 @@ def _through(second, first):
 def _pack(rows, weights, fp8=False):
     """Router weights (fp32), one or K of a row, ride behind it, and so do the scales of an fp8 row, so that one message
     carries all; the row is padded to whole 16 bytes."""
-    tail = weights.reshape(len(rows), -1)
+    tail = weights if weights.ndim == 2 else weights[:, None]
     if fp8:
         rows, scales = to_e4m3(rows)
         tail = torch.cat([tail, scales], 1)

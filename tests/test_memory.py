@@ -257,6 +257,7 @@ def watched_step(knobs, world):
     log.print = lambda *lines: said.extend(lines)
     with memory.Watch(trainer.device, **trainer.optimizer.held()) as watch:
         trainer.forward_backward(list(trainer.batches(0)))
+        trainer.optimizer.zero_grad()   # lets go of the sums over ranks that are under way
     log.memory(watch)
     gc.collect()
     return said, watch.total, watch.peak

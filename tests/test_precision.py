@@ -364,7 +364,7 @@ def arrivals(variants, world):
 
         parallel.ledger.take()
         with harness.replaced(moe.Experts, "forward", watch), harness.late_exchanges():
-            trainer.forward_backward(list(trainer.batches(0)))
+            trainer.gradients(list(trainer.batches(0)))
         sent = sum(sent for (_, op), (_, sent) in parallel.ledger.take().items() if op == "all-to-all")
         found.append((*rows[0], sent))
     return found
