@@ -38,7 +38,7 @@ vpp = 4
 ep = 64
 # the last stage also has the module for multi-token prediction, and the head twice
 pp_layout = [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 1]
-recompute = ["moe"]
+recompute = ["norm", "moe_act", "mla_up"]
 global_batch = 4096
 micro_batch = 1
 lr = 2.2e-4
