@@ -390,8 +390,6 @@ GATHERED = {
     "ep 4": dict(ep=4),
     "ep 2, etp 2": dict(ep=2, etp=2),
     "ep 2, edp 2, tp 2": dict(ep=2, tp=2),
-    "ep 4, cp 2, tp 2": dict(ep=4, cp=2, tp=2),
-    "etp 4": dict(etp=4),
     "pp 2, ep 2": dict(pp=2, ep=2),
     "recompute": dict(ep=4, recompute=("full",)),
     "recompute experts, one at a time": dict(ep=2, etp=2, recompute=("moe",), overlap="none", defer_wgrad=False),

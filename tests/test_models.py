@@ -96,7 +96,7 @@ LAYOUTS = {
 MLA_VARIANTS = {
     "latent queries": dict(),
     "full queries": dict(q_lora_rank=0),
-    "yarn, recompute": dict(rope_scaling=YARN, recompute=("full",)),
+    "yarn": dict(rope_scaling=YARN),
     "values wider than keys": dict(d_v=16),
 }
 

@@ -1,6 +1,7 @@
 """Low precision: what numbers become, which products are rounded and how, and that rows which only fill up change
 nothing."""
 
+import collections
 import itertools
 import json
 import math
@@ -292,7 +293,7 @@ def test_an_experts_rows_begin_where_its_split_does(capacity, splits):
     import dispatch
     experts_TK = torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2], [-1, -1]])
     plan = dispatch.Plan(experts_TK, torch.rand(5, 2), 4, capacity, "position", harness.Alone, harness.Alone, align=16)
-    for direction in ("counts", "out")[bool(capacity):]:
+    for direction in ("counts", "out"):
         for _ in plan.travel(direction, torch.zeros(5, 8), (plan.choice_S >= 0).float() - (plan.choice_S < 0).float()):
             pass
     assert plan.groups.splits == splits and plan.groups.ends_L.tolist() == torch.tensor(splits).cumsum(0).tolist()
@@ -350,7 +351,7 @@ def test_rows_as_e4m3(dtype):
 
 def arrivals(variants, world):
     """→ per variant, what reaches this rank's experts in the first microbatch of the first layer, and the bytes that
-    a step sends all to all."""
+    a step sends, {collective: bytes}."""
     import moe
     import parallel
     import train
@@ -365,19 +366,23 @@ def arrivals(variants, world):
         parallel.ledger.take()
         with harness.replaced(moe.Experts, "forward", watch), harness.late_exchanges():
             trainer.gradients(list(trainer.batches(0)))
-        sent = sum(sent for (_, op), (_, sent) in parallel.ledger.take().items() if op == "all-to-all")
+        sent = collections.Counter()
+        for (_, op), (_, size) in parallel.ledger.take().items():
+            sent[op] += size
         found.append((*rows[0], sent))
     return found
 
 
 @pytest.mark.parametrize("knobs", [dict(ep=4), dict(ep=4, capacity_factor=1.0), dict(ep=2, etp=2),
-                                   dict(ep=2, capacity_factor=1.0, capacity_scope="rank")],
-                         ids=["dropless", "capacity", "etp", "rank scope"])
+                                   dict(ep=2, capacity_factor=1.0, capacity_scope="rank"),
+                                   dict(ep=2, etp=2, dispatcher="allgather")],
+                         ids=["dropless", "capacity", "etp", "rank scope", "gathered"])
 def test_tokens_arrive_within_the_error_of_e4m3(pool, tokens, knobs):
     base = dict(data=tokens, n_layer=2, global_batch=8, d_model=136, n_kv_head=0, precision="bf16", **knobs)
     variants = [dict(base, dispatch_precision=p) for p in ("auto", "fp8")]
-    for (rows, weights, plain_bytes), (low, low_weights, low_bytes) in pool.run(4, arrivals, variants, 4):
-        filled = weights >= 0
+    for (rows, weights, plain_sent), (low, low_weights, low_sent) in pool.run(4, arrivals, variants, 4):
+        filled = (weights >= 0).view(len(rows), -1).any(1)
+        assert low_sent.total() < plain_sent.total()
         assert torch.equal(weights, low_weights) and low.dtype == torch.bfloat16
         rows, low = rows[filled].float(), low[filled].float()
         blocks = torch.cat([rows[:, :128].abs().amax(1, keepdim=True).expand(-1, 128),
@@ -387,8 +392,9 @@ def test_tokens_arrive_within_the_error_of_e4m3(pool, tokens, knobs):
     if "capacity_factor" in knobs and knobs.get("capacity_scope") != "rank":
         # A row and its weight: 272 + 4 bytes, or 136 + 2·4 + 4, filled up to multiples of 16. Out and, with its
         # gradient, home; results go home, and their gradients out, as rows alone.
-        rows = plain_bytes / (288 + 272 + 272 + 288)
-        assert rows == int(rows) and plain_bytes - low_bytes == rows * (288 - 160)
+        plain, low = plain_sent["all-to-all"], low_sent["all-to-all"]
+        rows = plain / (288 + 272 + 272 + 288)
+        assert rows == int(rows) and plain - low == rows * (288 - 160)
 
 
 def one_layer(variants, world):
@@ -416,7 +422,7 @@ def one_layer(variants, world):
 def test_gradients_of_tokens_in_e4m3_are_those_of_tokens(pool, tokens):
     """Where e4m3 loses nothing, the way back must not either."""
     base = dict(data=tokens, n_layer=1, n_dense_layers=0, d_model=136, n_kv_head=0)
-    layouts = [dict(ep=4), dict(ep=2, etp=2, capacity_factor=1.0)]
+    layouts = [dict(ep=4), dict(ep=2, etp=2, capacity_factor=1.0), dict(ep=2, etp=2, dispatcher="allgather")]
     variants = [base | layout | dict(dispatch_precision=p) for layout in layouts for p in ("auto", "fp8")]
     for found in pool.run(4, one_layer, variants, 4):
         for plain, low in zip(found[::2], found[1::2]):
