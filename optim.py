@@ -74,7 +74,7 @@ def square_sum(x):
 
 
 # Consecutive blocks share a bucket until it has so many parameters: each message costs its latency.
-BUCKET = 2**21
+BUCKET = 2**23
 
 
 def buckets(model):
