@@ -168,7 +168,9 @@ def check(argv):
     cfg = load(CheckConfig, argv, lambda cfg: train.check(cfg, world))
     launch(cfg.nproc)
     cfg = dataclasses.replace(cfg, optimizer="sgd", decay="constant", warmup_steps=0, lr=0.1, capacity_factor=0.0,
-                              aux_loss_coef=0.0, z_loss_coef=0.0, bias_update_rate=0.0, precision="fp32")
+                              aux_loss_coef=0.0, z_loss_coef=0.0, bias_update_rate=0.0, precision="fp32",
+                              grad_dtype="fp32", dispatch_precision="auto", router_precision="fp32",
+                              cuda_graph=False)
     norm, gradients, losses = gradients_and_losses(cfg, world, cfg.steps)
     if int(os.environ["RANK"]) == 0:
         one = dataclasses.replace(parallel.one_rank(cfg), recompute=(), offload=())
@@ -457,8 +459,6 @@ def ab(argv):
         rows.append({"": f"{name}: {text}", "tokens/s": statistics.median(speeds[-1]),
                      "TFLOPS/GPU": statistics.median(mean(turn, "tflops_per_gpu") for turn in mine),
                      **{what: value for what, value, *_ in train.columns(flat)}})
-        if peak is None:
-            rows[-1]["GEMM efficiency"] = None
     ratio = spread([fast / slow for slow, fast in zip(*speeds)])
     about = (f"{device_name(trainers[0].device)}, {world} ranks, {trainers[0].dtype}, {cfgs[0].rounds} turns each of "
              f"{cfgs[0].steps} steps")
@@ -624,13 +624,14 @@ def middle_stage(cfg, dense):
     """`cfg` with one block on each of three pipeline stages, of which the middle one holds nothing else, and
     static shapes: no kernel runs, so nobody could say how many rows a dropless exchange brings."""
     return dataclasses.replace(cfg, n_layer=3, n_dense_layers=3 if dense else 0, pp=3, vpp=1, pp_layout=(),
-                               ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1,
+                               bf16_layers=0, ep=cfg.ep or 1, micro_batch=cfg.micro_batch or 1,
                                capacity_factor=cfg.capacity_factor or 1.0)
 
 
 def check_block(cfg):
     plane = math.lcm(cfg.tp * cfg.cp, cfg.etp * max(cfg.ep, 1))
     parts = [part.check(cfg) for part in (memory, train.dispatch, train.moe, train.models)]
+    parts.append(kernels.check_precision(cfg, torch.device("cpu")))
     return sum(parts, parallel.check(middle_stage(cfg, False), 3 * plane))
 
 

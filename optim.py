@@ -88,6 +88,8 @@ def buckets(model):
             first_of[i] = first
             size += sum(p.numel() for p in model.layers[str(i)].parameters())
     return first_of
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -105,6 +105,9 @@ def check(cfg, world):
     if cfg.cuda_graph and not cfg.capacity_factor:
         problems.append("cuda_graph=true replays fixed shapes, but capacity_factor=0 is dropless: set "
                         "capacity_factor to about 1.25 (with on_overflow=rerun nothing is lost), or cuda_graph=false")
+    if cfg.cuda_graph and cfg.offload:
+        problems.append(f"cuda_graph=true replays fixed addresses, but offload={','.join(cfg.offload)} sends tensors to "
+                        f"memory that others use between replays: set cuda_graph=false, or leave offload out")
     if cfg.cuda_graph and device_of(cfg).type != "cuda":
         problems.append("cuda_graph=true needs a GPU, but the device is a CPU: set cuda_graph=false")
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -383,28 +386,34 @@ def measure(trainer, result, peak, stop=False):
         "drop_fraction": dropped, **({"rerun": int(result.rerun)} if cfg.on_overflow == "rerun" else {}),
         "load_imbalance": (counts.amax(1) / counts.mean(1)).mean().item() if assigned else None,
         "a2a_share": None if trainer.graph and trainer.graph.graph else (times[:, 1] / times[:, 0]).mean().item(),
-        "gemm_efficiency": gemm_flops / gemm_room if gemm_room else None,
+        # (what Transformer Engine computes is not timed)
+        "gemm_efficiency": gemm_flops / gemm_room if gemm_room and (
+            cfg.emulate or cfg.precision not in kernels.RECIPES) else None,
         "memory_gb": times[:, 3].max().item(), "step_s": step_s}
     row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return row, counts, stop
 
 
 def columns(rows):
-    """What explains a slow run, as means over some rows: [(name, value, whether it is fine, advice if not)].
-    Nothing where no row saw a token routed."""
+    """What explains a slow run, as means over some rows: [(name, value or None where it was not measured, whether it
+    is fine, advice if not)]. Nothing where no row saw a token routed."""
     rows = [row for row in rows if row["load_imbalance"]]
     if not rows:
         return []
-    mean = lambda name: sum(row[name] or 0 for row in rows) / len(rows)
+
+    def mean(name):
+        values = [row[name] for row in rows if row[name] is not None]
+        return sum(values) / len(values) if values else None
+
     balance, overflow, exposed = 1 / mean("load_imbalance"), mean("drop_fraction"), mean("a2a_share")
     efficiency = mean("gemm_efficiency")
     return [
         ("expert utilization", balance, balance > 0.7,
          "some experts wait for the fullest: raise aux_loss_coef, or set bias_update_rate=1e-3"),
         ("overflow", overflow, overflow < 0.05, "tokens are dropped: raise capacity_factor"),
-        ("exposed all-to-all", exposed, exposed < 0.15,
+        ("exposed all-to-all", exposed, exposed is None or exposed < 0.15,
          "exchanges are not hidden: give overlap=pair two microbatches or more (lower micro_batch), or lower ep"),
-        ("GEMM efficiency", efficiency, efficiency > 0.5,
+        ("GEMM efficiency", efficiency, efficiency is None or efficiency > 0.5,
          "experts see too few rows at once: raise micro_batch or lower ep"),
     ]
 
@@ -574,7 +583,7 @@ class Log:
     def summary(self):
         """The four columns that explain a slow run, and what to do about the first that is out of range."""
         if found := columns([r for r in self.history if r["load_imbalance"]][-20:]):
-            self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} {v:6.0%}" for n, v, *_ in found))
+            self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} " + ("     –" if v is None else f"{v:6.0%}") for n, v, *_ in found))
             self.print(next((f"  {name}: {advice}" for name, _, fine, advice in found if not fine),
                             "  all four columns are in range"))
 
@@ -812,6 +821,7 @@ def run(cfg, ranks):
                 dist.barrier()
                 raise Stop(2) from None
             trainer.optimizer.start()
+        trainer.optimizer.changed()     # the first step gathers parameters as all others do, and its traffic is shown
         log = Log(trainer, folder, done, wandb_id)
         log.start()
         if folder is not None:
