@@ -284,4 +284,5 @@ def test_attention_shrinks_with_cp(pool, tokens):
         # two KV heads of 8, keys and values, fp32, of this rank's positions to every other rank
         assert all(sent.get("all-gather", 0) == 64 // cp * 2 * 2 * 8 * 4 * (cp - 1) for *_, sent in ranks), cp
     most = {cp: max(kept for kept, *_ in ranks) for cp, ranks in memory.items()}
-    assert most[2] < 0.75 * most[1] and most[4] < 0.75 * most[2], most
+    # (without cp there is one run of queries, whose result needs no copy to join another)
+    assert most[2] < 0.8 * most[1] and most[4] < 0.75 * most[2], most
