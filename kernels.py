@@ -531,7 +531,6 @@ class Groups:
         """The inverse of by_expert: [R, D]."""
         return y_LRD.unflatten(1, (-1, self.room)).transpose(0, 1).flatten(0, 2)
 
-
     def real(self, x_RD):
         """x_RD with zeros in the rows that only fill up: they would have a say in the scale of their neighbours."""
         return x_RD if self.real_R is None else torch.where(self.real_R[:, None], x_RD, 0)

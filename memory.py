@@ -271,7 +271,8 @@ class Moved:
         self.back = self.host = None
 
 
-class _Done:
+class Done:
+    """Work that there is nothing to wait for."""
     wait = staticmethod(lambda: None)
 
 
@@ -284,7 +285,7 @@ def start_copy(x, device):
     """Starts to copy x, to or from pinned memory on a stream of its own. Returns (copy, work): before work.wait()
     the copy must not be read, nor x changed or let go."""
     if not x.is_cuda and device.type == "cpu":
-        return x.clone(), _Done
+        return x.clone(), Done
     stream = _copy_stream(x.device if x.is_cuda else device)
     copy = torch.empty_like(x, device=device, pin_memory=device.type == "cpu")
     stream.wait_stream(torch.cuda.current_stream())

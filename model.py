@@ -317,8 +317,9 @@ class LatentAttention(nn.Module):
     def heads(self, x_TD, batch):
         """What all of this rank's heads found, side by side: [G, H·d_v]."""
         (B, S), R = batch.shape, self.parts[1]
-        from_TL = x_TD if self.wq_a is None else part(self.cfg, "norm", self.q_norm,
-                                                          linear(x_TD, self.wq_a, self.recipe))
+        from_TL = x_TD
+        if self.wq_a is not None:
+            from_TL = part(self.cfg, "norm", self.q_norm, linear(x_TD, self.wq_a, self.recipe))
         latent_TL, key_TR = linear(x_TD, self.wkv_a, self.recipe).split([self.latent, R], -1)
         sent = gather(torch.cat([self.kv_norm(latent_TL), key_TR], -1), self.tp)
         latent_BSL, key_BSR = sent.view(B, S, -1).split([self.latent, R], -1)
@@ -343,7 +344,8 @@ class LatentAttention(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg, layout, number):
         super().__init__()
-        recipe, dense = recipe_of(cfg, number), number < cfg.n_dense_layers
+        self.recipe = recipe = recipe_of(cfg, number)
+        dense = number < cfg.n_dense_layers
         self.cfg, attention = cfg, LatentAttention if cfg.attention == "mla" else Attention
         self.norm1, self.attention = RMSNorm(cfg.d_model, cfg.norm_eps), attention(cfg, layout, recipe)
         self.norm2 = RMSNorm(cfg.d_model, cfg.norm_eps)
@@ -367,7 +369,6 @@ class MTPModule(Block):
 
     def __init__(self, cfg, layout, number):
         super().__init__(cfg, layout, number)
-        self.recipe = recipe_of(cfg, number)
         self.embed_norm, self.state_norm = RMSNorm(cfg.d_model, cfg.norm_eps), RMSNorm(cfg.d_model, cfg.norm_eps)
         self.proj = nn.Parameter(torch.empty(cfg.d_model, 2 * cfg.d_model))
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)      # before the head, which is the model's

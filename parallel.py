@@ -38,7 +38,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from kernels import (TransformerEngine, after_weight_gradients, clock, drain_weight_gradients, linear, rounded,
                      weight_gradient, weight_gradients_put_off)
-from memory import Saving, within
+from memory import Done, Saving, within
 from settings import knob
 
 
@@ -241,11 +241,6 @@ class Ledger:
 ledger = Ledger()
 
 
-class _Done:
-    """What a group of one has to wait for."""
-    wait = staticmethod(lambda: None)
-
-
 class Group:
     """The ranks along some mesh dimensions, and the collectives among them. Alone, all are the identity."""
 
@@ -278,7 +273,7 @@ class Group:
         """Starts all_gather, into `out` if given, of which x may be this rank's part. Returns (out, work): out
         must not be read before work.wait(), nor x changed."""
         if self.size == 1:
-            return x, _Done
+            return x, Done
         out = x.new_empty(self.size * len(x), *x.shape[1:]) if out is None else out
         ledger.add(self, "all-gather", x.nbytes * (self.size - 1))
         return out, _all_gather(out, x.contiguous(), group=self.pg, async_op=True)
@@ -286,7 +281,7 @@ class Group:
     def start_reduce_scatter(self, x):
         """Starts reduce_scatter, likewise."""
         if self.size == 1:
-            return x, _Done
+            return x, Done
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
         ledger.add(self, "reduce-scatter", x.nbytes * (self.size - 1) // self.size)
         return out, _reduce_scatter(out, x.contiguous(), group=self.pg, async_op=True)

@@ -583,7 +583,9 @@ class Log:
     def summary(self):
         """The four columns that explain a slow run, and what to do about the first that is out of range."""
         if found := columns([r for r in self.history if r["load_imbalance"]][-20:]):
-            self.print(f"  {'mean of the last steps':24} {'value':>6}", *(f"  {n:24} " + ("     –" if v is None else f"{v:6.0%}") for n, v, *_ in found))
+            percent = lambda value: "–" if value is None else f"{value:.0%}"
+            self.print(f"  {'mean of the last steps':24} {'value':>6}",
+                       *(f"  {name:24} {percent(value):>6}" for name, value, *_ in found))
             self.print(next((f"  {name}: {advice}" for name, _, fine, advice in found if not fine),
                             "  all four columns are in range"))
 

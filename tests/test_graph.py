@@ -84,7 +84,7 @@ def some_steps(knobs, world):
     trainer = train.Trainer(harness.config(**knobs), world)
     steps, losses = [], []
     # sums lie elsewhere than the gradients of this rank, as they do over several ranks
-    apart = harness.replaced(parallel.Group, "start_reduce_scatter", lambda _, x: (x.clone(), parallel._Done))
+    apart = harness.replaced(parallel.Group, "start_reduce_scatter", lambda _, x: (x.clone(), parallel.Done))
     with apart, graphs_on_a_cpu() if knobs.get("cuda_graph") else contextlib.nullcontext():
         for step in range(STEPS):
             with broken(trainer) if step == BROKEN else contextlib.nullcontext():
