@@ -49,15 +49,15 @@ from settings import as_dict, knob, load
 # Shared by the commands
 
 
-def start_ranks(nproc, argv, stdout=None, **env):
-    """Runs the program `argv` on nproc ranks. → 0 if all of them end well, else 1. (torchrun would answer a
-    result that is not equal with a page about failed workers.)"""
+def start_ranks(nproc, argv, stdout=None, inside="", **env):
+    """Runs the program `argv` on nproc ranks, `inside` a command that takes the rank's own. → 0 if all of them end
+    well, else 1. (torchrun would answer a result that is not equal with a page about failed workers.)"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
               "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc), **env}
-    ranks = [subprocess.Popen([sys.executable, *argv], stdout=stdout, env=os.environ | {
+    ranks = [subprocess.Popen([*inside.format(rank).split(), sys.executable, *argv], stdout=stdout, env=os.environ | {
         name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
         for rank in range(nproc)]
     try:
@@ -492,32 +492,38 @@ class OverlapConfig(train.Config):
 
     nproc: tuple[int, ...] = knob((2, 4), "how many ranks, one comparison each", least=2)
     microbatches: int = knob(8, "microbatches in a step, of micro_batch (0: one) sequences", least=2)
-    rates: tuple[str, ...] = knob(("unlimited", "2gbit", "1gbit", "500mbit"), "of the network that all ranks share, "
+    rates: tuple[str, ...] = knob(("unlimited", "2gbit", "1gbit", "500mbit"), "of each rank's link to the others, "
                                   "as tc spells them, or unlimited")
     rounds: int = knob(3, "turns of each, none and pair alternated", least=1)
     steps: int = knob(1, "optimizer steps in a turn", least=1)
     json: str = knob("", "file for the figures")
 
 
-# The burst is as small as the loopback's packets of 64 KiB allow: a larger one fills while ranks compute, and lets so
-# much of the next exchange pass at once, as if it had been hidden.
-FILTER = "tc qdisc replace dev lo root tbf rate {} burst 70kb latency 50ms"
+# Every rank lives in a network of its own and has one link to a hub, as GPUs have. On one link for all, a rank that
+# comes late finds the others' tokens sent already, and overlap=none would hide some of its exchanges too.
+HUB = "mount -t tmpfs none /run && ip link set lo up && ip link add hub type bridge && ip link set hub up"
+LINK = """ip netns add rank{0} && ip link add port{0} type veth peer name eth0 netns rank{0} &&
+    ip link set port{0} master hub up && ip -n rank{0} link set lo up &&
+    ip -n rank{0} addr add 10.0.0.{1}/16 dev eth0 && ip -n rank{0} link set eth0 up"""
+# The burst is as small as packets of 64 KiB allow: a larger one fills while ranks compute, and lets so much of the
+# next exchange pass at once, as if it had been hidden.
+FILTER = "tc qdisc replace dev {} root tbf rate {} burst 70kb latency 50ms"
 
 
-def slow_network(rate):
-    """Gives the loopback device of this network namespace a rate. → why not, or nothing."""
-    command = "tc qdisc del dev lo root" if rate == "unlimited" else FILTER.format(rate)
+def slow_network(device, rate):
+    """Gives a device of this network namespace a rate for what it sends. → why not, or nothing."""
+    command = f"tc qdisc del dev {device} root" if rate == "unlimited" else FILTER.format(device, rate)
     done = subprocess.run(command.split(), capture_output=True, text=True)
     # there is nothing to delete where the rate was not limited
     return done.stderr.strip() if done.returncode and rate != "unlimited" else ""
 
 
 def private_network():
-    """→ a command that runs another one in a network of its own, whose rate may be set; or None, and why."""
-    why = "there are no programs unshare, ip and tc (util-linux and iproute2)"
-    if all(map(shutil.which, ("unshare", "ip", "tc"))):
-        test = f"ip link set lo up && {FILTER.format('1gbit')}"
-        for way in (["unshare", "-n"], ["unshare", "-rn"]):     # as root, or as root of a namespace of users
+    """→ a command that runs another one where networks may be made that nobody else sees; or None, and why."""
+    why = "there are no programs unshare, nsenter, mount, ip and tc (util-linux and iproute2)"
+    if all(map(shutil.which, ("unshare", "nsenter", "mount", "ip", "tc"))):
+        test = f"{HUB} && {LINK.format(0, 1)} && {FILTER.format('port0', '1gbit')}"
+        for way in (["unshare", "-nm"], ["unshare", "-rnm"]):   # as root, or as root of a namespace of users
             done = subprocess.run([*way, "sh", "-c", test], capture_output=True, text=True)
             if done.returncode == 0:
                 return way, ""
@@ -526,11 +532,11 @@ def private_network():
 
 
 def variants_of(cfg, world):
-    """The two settings to compare on `world` ranks."""
+    """The two settings to compare on `world` ranks: nothing runs beside an exchange, or all that can."""
     micro = cfg.micro_batch or 1
     dp = parallel.sizes_of(cfg, world).dp if world % (cfg.tp * cfg.cp * cfg.pp) == 0 else 1
     cfg = dataclasses.replace(cfg, micro_batch=micro, global_batch=dp * cfg.microbatches * micro)
-    return [dataclasses.replace(cfg, overlap=overlap) for overlap in ("none", "pair")]
+    return [dataclasses.replace(cfg, overlap="none", defer_wgrad=False), dataclasses.replace(cfg, overlap="pair")]
 
 
 def could_hide(m, compute_s, exchange_s):
@@ -540,8 +546,8 @@ def could_hide(m, compute_s, exchange_s):
 
 
 def overlap(argv):
-    """How much of the exchanges does overlap=pair hide? The network is made on this machine, in a namespace of its
-    own: it costs no computing time to be slow, and nothing outside notices."""
+    """How much of the exchanges do overlap=pair and defer_wgrad hide? The network is made on this machine, in
+    namespaces of its own: it costs no computing time to be slow, and nothing outside notices."""
     ranks = int(os.environ.get("WORLD_SIZE", 0))
     check = lambda cfg: [f"on {world} ranks: {problem}" for world in ([ranks] if ranks else cfg.nproc)
                          for problem in train.check(variants_of(cfg, world)[0], world)]
@@ -551,21 +557,22 @@ def overlap(argv):
     if "INSIDE" not in os.environ:
         way, why = private_network()
         if way is None:
-            print("bench.py overlap makes a slow network of its own: unshare -n, then a token bucket filter (tc, "
-                  f"iproute2) on its loopback device. That is not possible here ({why}); it takes root, or "
+            print("bench.py overlap makes a slow network of its own: unshare -nm, then for each rank a link (veth) to a "
+                  f"bridge, and a token bucket filter (tc) on it. That is not possible here ({why}); it takes root, or "
                   "namespaces for users. Nothing was measured.")
             return 0
         return subprocess.run([*way, sys.executable, *sys.argv], env={**os.environ, "INSIDE": "1"}).returncode
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    links = [LINK.format(rank, rank + 1) for rank in range(max(cfg.nproc))]
+    subprocess.run(["sh", "-c", " && ".join([HUB, *links])], check=True)
     for rate in cfg.rates:
-        if why := slow_network(rate):
+        if why := slow_network("lo", rate):
             say_error(f"rates: tc does not take {rate!r} ({why.splitlines()[0]})")
-    slow_network("unlimited")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for world in cfg.nproc:
             found = Path(folder) / f"{world}.json"
-            if code := start_ranks(world, sys.argv, FIGURES=found, GLOO_SOCKET_IFNAME="lo"):
+            if code := start_ranks(world, sys.argv, inside="nsenter --net=/run/netns/rank{}", FIGURES=found,
+                                   MASTER_ADDR="10.0.0.1", GLOO_SOCKET_IFNAME="eth0"):
                 return code
             rows += json.loads(found.read_text())
     write_json(cfg.json, {"microbatches": cfg.microbatches, "rounds": cfg.rounds, "rows": rows})
@@ -576,8 +583,7 @@ def overlap_on_a_rank(cfg, world):
     variants, m, rows = variants_of(cfg, world), cfg.microbatches, []
     trainers = [train.Trainer(variant, world) for variant in variants]
     for rate in cfg.rates:
-        if int(os.environ["RANK"]) == 0:
-            slow_network(rate)
+        slow_network("eth0", rate)
         torch.distributed.barrier()
         none, pair = ([dict(step_s=mean(turn, "step_s"), wait_s=mean(turn, "step_s") * mean(turn, "a2a_share"))
                        for turn in turns] for turns in alternate(trainers, cfg.rounds, cfg.steps))
@@ -594,12 +600,13 @@ def overlap_on_a_rank(cfg, world):
             "speedup": gains["median"], "speedup_low": gains["low"], "speedup_high": gains["high"],
             "ideal_speedup": none_s / (none_s - possible_s)})
     cfg = variants[0]
-    say(f"{world} ranks on one network of their own, {m} microbatches of {cfg.micro_batch}×{cfg.seq_len} tokens per "
+    say(f"{world} ranks with a link each, {m} microbatches of {cfg.micro_batch}×{cfg.seq_len} tokens per "
         f"rank, none and pair alternated {cfg.rounds} times; medians",
         *table(rows, {"rate": "", "none_s": ".3f", "compute_s": ".3f", "wait_none_s": ".3f", "exchange_share": ".0%",
                       "pair_s": ".3f", "wait_pair_s": ".3f", "ideal_s": ".3f", "hidden_share": ".0%",
                       "speedup": ".2f", "speedup_low": ".2f", "speedup_high": ".2f", "ideal_speedup": ".2f"}),
-        "compute: the step with none, less the time it waited for exchanges; hidden: what pair saves, of the "
+        "none: nothing runs beside an exchange, weight gradients neither; compute: the step with none, less the time "
+        "it waited for exchanges; hidden: what pair saves, of the "
         f"(m-1)/m·min(compute, wait) that it could; ideal: with all of that saved")
     if int(os.environ["RANK"]) == 0:
         write_json(os.environ["FIGURES"], rows)
@@ -665,6 +672,7 @@ def block_memory(cfg):
             memory.settle()
             kept, host = watch.total, watch.totals[memory.HOST]
             parallel.together(tape.backward(dy_TD))
+            kernels.drain_weight_gradients()
     return kept, host, watch.peak
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import RECIPES, Groups, backend, clock, from_e4m3, permute, to_e4m3, unpermute
+from kernels import RECIPES, Groups, backend, from_e4m3, permute, to_e4m3, unpermute, wait_for
 from settings import knob
 
 
@@ -241,9 +241,7 @@ class Plan:
             if group.size > 1:
                 travelling = [getattr(group, collective)(x) for x in tensors]
                 yield
-                with clock.span("exchange", self.device):
-                    for _, work in travelling:
-                        work.wait()
+                wait_for([work for _, work in travelling], "exchange", self.device)
                 tensors = [x for x, _ in travelling]
         return tensors
 
@@ -279,8 +277,7 @@ class Plan:
             return wire
         out, work = group.all_to_all(wire.contiguous(), send, recv)
         yield
-        with clock.span("exchange", self.device):
-            work.wait()
+        wait_for([work], "exchange", self.device)
         return out
 
     @property

@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib.util
+import math
 import time
 from dataclasses import dataclass
 
@@ -373,14 +374,18 @@ def from_e4m3(codes_TD, scales, dtype, block=128):
 # Matrix products
 
 
-_queue = collections.deque()     # weight gradients put off: (parameter, what computes its gradient)
-_queue_open = False
+_queue = collections.deque()     # weight gradients put off: (segment, parameter, what computes its gradient)
+_queue_open, _segment = False, 0
 
 
 @contextlib.contextmanager
 def weight_gradients_put_off():
-    """Around a backward whose caller drains the queue. Elsewhere, and without defer_wgrad, autograd is as usual."""
-    global _queue_open
+    """Around the backward of a segment whose caller drains the queue at last. Elsewhere, and without defer_wgrad,
+    autograd is as usual. What is put off in here is computed while the driver waits for something (wait_for), or
+    before the segment after the next: so long are its operands kept."""
+    global _queue_open, _segment
+    _segment += 1
+    drain_weight_gradients(before=_segment - 1)
     _queue_open = backend.defer_wgrad
     try:
         yield
@@ -393,24 +398,35 @@ def weight_gradient(w, compute):
     the one or the other. In weight_gradients_put_off it runs when the driver next waits for something else: nobody
     needs a weight gradient before the step's end, but other ranks wait for the data gradient."""
     if _queue_open and w.is_leaf and w.grad is not None:
-        _queue.append((w, compute))
+        _queue.append((_segment, w, compute))
         return None
     return compute()
 
 
 def after_weight_gradients(call):
     """Runs call() in drain_weight_gradients, when all that is put off by now is computed."""
-    _queue.append((None, call))
+    _queue.append((_segment, None, call))
 
 
 @within("weight gradients")
 @torch.no_grad()
-def drain_weight_gradients():
-    """Computes what was put off, in the order in which it would have been computed."""
-    while _queue:
-        w, compute = _queue.popleft()
+def drain_weight_gradients(before=math.inf, work=None):
+    """Computes what segments `before` that one have put off, in the order in which it would have been computed, so
+    that sums round alike; only until `work` is complete, if given."""
+    while _queue and _queue[0][0] < before and not (work and work.is_completed()):
+        _, w, compute = _queue.popleft()
         if (dw := compute()) is not None:
             w.grad.add_(dw)
+
+
+def wait_for(works, name, device):
+    """Waits for works that go on by themselves, and computes weight gradients meanwhile. The clock's span `name` is
+    what is waited beyond that. A GPU is given all of them to do: only it knows when works are complete."""
+    for work in works:
+        drain_weight_gradients(work=None if device.type == "cuda" else work)
+    with clock.span(name, device):
+        for work in works:
+            work.wait()
 
 
 class _Linear(torch.autograd.Function):
@@ -432,6 +448,26 @@ class _Linear(torch.autograd.Function):
             dw_FD = weight_gradient(ctx.weight, lambda: rounded(recipe, dy_TF, 0, "gradient").t()
                                     @ rounded(recipe, x_TD.to(dy_TF.dtype), 0))
         return dx_TD, dw_FD, None
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, at_G, w_VD):
+        ctx.weight = w_VD
+        ctx.save_for_backward(at_G)
+        return F.embedding(at_G, w_VD)
+
+    @staticmethod
+    def backward(ctx, dy_GD):
+        at_G, = ctx.saved_tensors
+        of_table = lambda: torch.ops.aten.embedding_dense_backward(dy_GD, at_G, len(ctx.weight), -1, False)
+        return None, weight_gradient(ctx.weight, of_table)
+
+
+def lookup(at_G, w_VD):
+    """Rows at_G of the table w_VD. Its gradient takes its turn among those put off: the table may be the head too, and
+    a sum must not depend on when the other part of it was computed."""
+    return _Lookup.apply(at_G, w_VD)
 
 
 def linear(x_TD, w_FD, recipe=None):

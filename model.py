@@ -27,7 +27,7 @@ from torch import nn
 import moe
 import parallel
 from dispatch import DispatchConfig
-from kernels import RECIPES, KernelConfig, linear, recipe_of, rms_norm, use
+from kernels import RECIPES, KernelConfig, linear, lookup, recipe_of, rms_norm, use
 from memory import MemoryConfig, part
 from moe import Batch, FeedForward, MoE
 from parallel import (Begin, Loss, Rerun, Tape, column_linear, cross_entropy, gather, gather_sequence, one_rank,
@@ -507,7 +507,7 @@ class Model(nn.Module):
         """Every rank looks up the tokens whose rows it has; their sum is scattered."""
         at_G = tokens_G.clamp_min(0) - self.layout.tp.rank * len(self.embedding)
         here_G = (at_G >= 0) & (at_G < len(self.embedding))
-        x_GD = F.embedding(torch.where(here_G, at_G, 0), self.embedding)
+        x_GD = lookup(torch.where(here_G, at_G, 0), self.embedding)
         return scatter(x_GD.masked_fill(~here_G[:, None], 0), self.layout.tp)
 
 

@@ -37,8 +37,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 from kernels import (TransformerEngine, after_weight_gradients, clock, drain_weight_gradients, linear, rounded,
-                     weight_gradient, weight_gradients_put_off)
-from memory import Done, Saving, within
+                     wait_for, weight_gradient, weight_gradients_put_off)
+from memory import Done, Saving, keep_freed, within
 from settings import knob
 
 
@@ -189,6 +189,8 @@ def init(device, timeout_s=600):
     if dist.is_initialized():
         return
     backend, timeout = ("nccl" if device.type == "cuda" else "gloo"), datetime.timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        keep_freed()
     if backend == "gloo" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > (os.cpu_count() or 1):
         # Where ranks share a core, none that wakes takes it from one that computes (measured: four ranks on two
         # cores are 8 % faster). Threads that are started later, gloo's too, follow.
@@ -364,7 +366,7 @@ class Link:
     def arrive(self):
         """The oldest message posted, waited for."""
         x, work = self.inbox.popleft()
-        work.wait()
+        wait_for([work], "pipeline", x.device)
         return x
 
     def send(self, x):
@@ -694,7 +696,6 @@ class _Cut:
             _backward([result], grads[-1:])
             edges, carried = edges + [edge], carried + [inlet.take()]
         del grads
-        drain_weight_gradients()
         yield
         arrived = yield from travel
         return edges, [*arrived, *carried]
@@ -762,8 +763,8 @@ class Tape:
 
     def backward(self, grad, ready=None):
         """Coroutine: accumulates into every parameter's .grad, given the gradient of forward's value (None: it has
-        none, and losses are all there is). ready(block) is called when those of a block are complete, weight
-        gradients that were put off included."""
+        none, and losses are all there is); weight gradients may still be put off at its end. ready(block) is called
+        when all of a block are complete."""
         edges, grads = [self.output], [grad]
         while True:
             for behind in (len(self.cuts), len(self.cuts) - 1):     # one segment ahead
@@ -780,7 +781,6 @@ class Tape:
                 if isinstance(remark, Begin):
                     after_weight_gradients(functools.partial(ready, remark.block))
             if not self.cuts:
-                drain_weight_gradients()
                 return
             edges, grads = yield from self.cuts.pop().backward()
 
@@ -891,7 +891,7 @@ def execute(cells, model, batches, ready=None):
     Returns what the last chunk returned for each microbatch, on the last stage; an empty list elsewhere.
     """
     onward, homeward = model.layout.onward, model.layout.homeward
-    tapes, losses = {}, []
+    tapes, losses, early = {}, [], []
     parts = bool(model.cfg.recompute or model.cfg.offload)
 
     def forward(chunk, i):
@@ -905,6 +905,8 @@ def execute(cells, model, batches, ready=None):
             losses.append(y)
         else:
             onward.send(y)
+        if early:
+            next(early.pop(), None)
 
     def backward(chunk, i):
         tape = tapes.pop((chunk, i))
@@ -922,9 +924,18 @@ def execute(cells, model, batches, ready=None):
 
     # a cell's messages are asked for one cell ahead, to travel while the cell before it computes
     post(cells[0])
-    for cell, following in zip(cells, [*cells[1:], []]):
+    coroutines = lambda cell: [(forward if kind == "F" else backward)(chunk, i) for kind, chunk, i in cell]
+    now = coroutines(cells[0])
+    for following in [*cells[1:], []]:
         post(following)
-        together(*((forward if kind == "F" else backward)(chunk, i) for kind, chunk, i in cell))
+        later = coroutines(following)
+        # A forward that needs no other stage is begun, up to its first exchange, when the one before it ends: the
+        # backward beside that still has an exchange to hide. Then it is backward's turn.
+        begins = len(following) == 2 and model.is_first(following[0][1])
+        early[:] = later[:begins]
+        together(*now)
+        now = later[::-1] if begins else later
+    drain_weight_gradients()
     onward.flush()
     homeward.flush()
     return losses

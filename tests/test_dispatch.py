@@ -262,6 +262,7 @@ def layer_and_loops(variants, world):
         y_TD, = together(tape.forward(layer(x_TD, h_TD, batch)))
         trainer.optimizer.zero_grad()
         together(tape.backward(g_TD))
+        kernels.drain_weight_gradients()
 
         everyone = [layout.world.all_gather(t.detach()) for t in (h_TD, g_TD, tokens_T)]
         whole = [layout.ep.all_gather(w.detach()).requires_grad_() for w in (layer.experts.w1, layer.experts.w2)]

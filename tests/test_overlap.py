@@ -192,7 +192,21 @@ def test_the_log_tells_of_reruns(pool, tokens):
 # ---- defer_wgrad ----
 
 
-def order_of_work(knobs, world):
+class Flying:
+    """A message that is complete as soon as it is launched (`fast`), or not before somebody waits for it."""
+
+    def __init__(self, work, fast, waited=lambda: None):
+        self.work, self.fast, self.waited = work, fast, waited
+
+    def is_completed(self):
+        return self.fast
+
+    def wait(self):
+        self.waited()
+        self.work.wait()
+
+
+def order_of_work(knobs, world, fast):
     """→ what one microbatch's backward does: launches, waits and expert weight gradients, in order."""
     import kernels
     import parallel
@@ -200,18 +214,10 @@ def order_of_work(knobs, world):
     trainer = train.Trainer(harness.config(**knobs), world)
     events, send, multiply = [], parallel.Group.all_to_all, kernels.gemm_experts
 
-    class Waited:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self):
-            events.append("wait")
-            self.work.wait()
-
     def all_to_all(*args):
         events.append("launch")
         out, work = send(*args)
-        return out, Waited(work)
+        return out, Flying(work, fast, lambda: events.append("wait"))
 
     def gemm_experts(*args, **kwargs):
         events.append("weight gradient")
@@ -224,14 +230,24 @@ def order_of_work(knobs, world):
     return events
 
 
-def test_weight_gradients_are_computed_while_gradients_travel(pool, tokens):
+@pytest.mark.parametrize("defer", (True, False))
+def test_weight_gradients_are_computed_while_gradients_travel(pool, tokens, defer):
+    knobs = dict(data=tokens, global_batch=4, micro_batch=1, ep=4, capacity_factor=1.0, defer_wgrad=defer)
+    for events in pool.run(4, order_of_work, knobs, 4, False):
+        at = [i for i, event in enumerate(events) if event == "weight gradient"]
+        assert len(at) == 4     # two products in each of two layers
+        flying = [events[:i].count("launch") - events[:i].count("wait") for i in at]
+        assert flying == [int(defer)] * 4, events
+
+
+def test_weight_gradients_that_need_not_wait_are_computed_two_segments_later(pool, tokens):
+    """Or at the end: operands are not kept for longer, however fast the network is."""
     knobs = dict(data=tokens, global_batch=4, micro_batch=1, ep=4, capacity_factor=1.0)
-    for defer in (True, False):
-        for events in pool.run(4, order_of_work, dict(knobs, defer_wgrad=defer), 4):
-            at = [i for i, event in enumerate(events) if event == "weight gradient"]
-            assert len(at) == 4     # two products in each of two layers
-            flying = [events[:i].count("launch") - events[:i].count("wait") for i in at]
-            assert flying == [int(defer)] * 4, events
+    for events in pool.run(4, order_of_work, knobs, 4, True):
+        backward = [event for event in events if event != "launch"][4:]     # behind the waits of forward
+        # experts, attention; then those of the layer before; the last segment is the first attention
+        assert backward == ["wait", "wait", "weight gradient", "weight gradient", "wait", "wait",
+                            "weight gradient", "weight gradient"], events
 
 
 # ---- gradients and parameters beside the step ----
@@ -305,7 +321,8 @@ def order_of_reduction(knobs, world):
 
     def all_to_all(*args):
         events.append("exchange")
-        return plain_send(*args)
+        out, work = plain_send(*args)
+        return out, Flying(work, fast=False)
 
     def ready(optimizer, block):
         events.append(block)

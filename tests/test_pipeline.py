@@ -95,6 +95,9 @@ class _Late:
             self.x.copy_(self.hidden)
         self.done = True
 
+    def is_completed(self):
+        return self.delay > 0
+
 
 @contextlib.contextmanager
 def late_messages():

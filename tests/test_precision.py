@@ -415,6 +415,7 @@ def one_layer(variants, world):
         y, = together(tape.forward(layer(x_TD * 0, h_TD, batch)))
         trainer.optimizer.zero_grad()
         together(tape.backward(g_TD))
+        kernels.drain_weight_gradients()
         found.append([y, h_TD.grad, *(p.grad.clone() for p in layer.parameters())])
     return found
 
