@@ -56,7 +56,8 @@ def start_ranks(nproc, argv, stdout=None, inside="", **env):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc), **env}
+              "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc),
+              "TORCHELASTIC_RUN_ID": "bench", **env}     # for train.end_with_launcher: this is one
     ranks = [subprocess.Popen([*inside.format(rank).split(), sys.executable, *argv], stdout=stdout, env=os.environ | {
         name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
         for rank in range(nproc)]
@@ -782,6 +783,7 @@ def main(argv):
         print(f"usage: python bench.py {{{','.join(COMMANDS)}}} [--key=value ...]   (--help after a command)",
               file=sys.stderr)
         raise SystemExit(2)
+    train.end_with_launcher()
     return COMMANDS[argv[0]](argv[1:])
 
 

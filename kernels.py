@@ -779,8 +779,8 @@ class _SwiGLU(torch.autograd.Function):
         y_RF = h_R2F.new_empty(len(h_R2F), h_R2F.shape[1] // 2)
         for h, p, y in _row_blocks(h_R2F, p_R, y_RF):
             gate, up = h.chunk(2, 1)
-            act = F.silu(gate) * up
-            y.copy_(act if p is None else act.mul_(p[:, None]))
+            act = F.silu(gate).mul_(up)
+            y.copy_(act) if p is None else torch.mul(act, p[:, None], out=y)
         return y_RF
 
     @staticmethod
@@ -799,10 +799,10 @@ def swiglu_backward(dy_RF, h_R2F, p_R):
         dgate, dup = dh.chunk(2, 1)
         act = F.silu(gate)
         if p is not None:
-            dp.copy_(torch.linalg.vecdot(dy, act * up))
+            dp.copy_(torch.linalg.vecdot(dy, torch.mul(act, up, out=dgate)))
             dy = dy * p[:, None].to(dy.dtype)
         torch.mul(dy, act, out=dup)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
+        torch.ops.aten.silu_backward.grad_input(torch.mul(dy, up, out=act), gate, grad_input=dgate)
     return dh_R2F, dp_R
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -83,7 +84,10 @@ class Pool:
 
 
 def _serve(rank, ranks, store, pipe):
+    import memory
     torch.set_num_threads(1)
+    memory.keep_freed()     # both as in parallel.init, where ranks share cores
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     # torch names a group by its ranks and by how many groups this rank has made before. In one job all ranks
     # make equally many; here the ranks of a small world make more than the others, so only groups of the same
     # ranks are counted.

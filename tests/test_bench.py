@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_check_says_equal(tokens, tmp_path, layout):
     assert found["equal"] and found["largest"] < 1e-5 and found["world"] == 2
     assert {"gradient norm", "embedding", "layers.1.moe.experts.w2"} <= {row["what"] for row in found["rows"]}
     assert all(row["what"] in done.stdout for row in found["rows"]) and "\nequal" in done.stdout
+
+
+def test_ranks_end_with_a_bench_that_is_killed(tmp_path):
+    rank = "import os, time, train; train.end_with_launcher(); print(os.getpid(), flush=True); time.sleep(100)"
+    launcher = subprocess.Popen([sys.executable, "-c", f"import bench; bench.start_ranks(1, ['-c', {rank!r}])"],
+                                cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pid = int(launcher.stdout.readline())
+    launcher.kill()
+    deadline = time.monotonic() + 15
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "it outlives its launcher"
+        time.sleep(0.1)
 
 
 def test_check_fails_where_a_gradient_is_wrong(tokens, tmp_path):
