@@ -558,8 +558,8 @@ def overlap(argv):
     if "INSIDE" not in os.environ:
         way, why = private_network()
         if way is None:
-            print("bench.py overlap makes a slow network of its own: unshare -nm, then for each rank a link (veth) to a "
-                  f"bridge, and a token bucket filter (tc) on it. That is not possible here ({why}); it takes root, or "
+            print("bench.py overlap makes a slow network of its own: unshare -nm, then for each rank a link (veth) to "
+                  f"a bridge, and a token bucket filter (tc) on it. That is not possible here ({why}); it takes root, or "
                   "namespaces for users. Nothing was measured.")
             return 0
         return subprocess.run([*way, sys.executable, *sys.argv], env={**os.environ, "INSIDE": "1"}).returncode
