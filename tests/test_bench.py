@@ -31,7 +31,7 @@ def test_check_says_equal(tokens, tmp_path, layout):
     assert all(row["what"] in done.stdout for row in found["rows"]) and "\nequal" in done.stdout
 
 
-def test_ranks_end_with_a_bench_that_is_killed(tmp_path):
+def test_ranks_end_with_a_bench_that_is_killed():
     rank = "import os, time, train; train.end_with_launcher(); print(os.getpid(), flush=True); time.sleep(100)"
     launcher = subprocess.Popen([sys.executable, "-c", f"import bench; bench.start_ranks(1, ['-c', {rank!r}])"],
                                 cwd=ROOT, stdout=subprocess.PIPE, text=True)

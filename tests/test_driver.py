@@ -6,9 +6,9 @@ import os
 import random
 import time
 
+import kernels
 import model as models
 import naive
-import kernels
 import parallel
 import pytest
 import torch

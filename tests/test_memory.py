@@ -7,8 +7,8 @@ import subprocess
 import sys
 import weakref
 
-import memory
 import kernels
+import memory
 import parallel
 import pytest
 import torch
