@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from kernels import (TransformerEngine, after_weight_gradients, clock, drain_weight_gradients, linear, rounded,
+from kernels import (TransformerEngine, after_weight_gradients, drain_weight_gradients, linear, rounded,
                      wait_for, weight_gradient, weight_gradients_put_off)
 from memory import Done, Saving, keep_freed, within
 from settings import knob
