@@ -195,10 +195,29 @@ def yarn_size(values, mscale):
     return 0.1 * mscale * math.log(values["factor"]) + 1
 
 
+def _turned(x_BSHd, cos, sin):
+    """Halves in place: as whole-tensor operations it would pass over memory twice as often."""
+    y_BSHd, half = x_BSHd * cos, sin[..., :sin.shape[-1] // 2]
+    (first, second), (x_first, x_second) = y_BSHd.chunk(2, -1), x_BSHd.chunk(2, -1)
+    first.addcmul_(x_second, half, value=-1)
+    second.addcmul_(x_first, half)
+    return y_BSHd
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BSHd, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turned(x_BSHd, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy_BSHd):
+        cos, sin = ctx.saved_tensors
+        return _turned(dy_BSHd, cos, -sin), None, None
+
+
 def rotate(x_BSHd, rope):
-    cos, sin = (t.to(x_BSHd.dtype) for t in rope)
-    first, second = x_BSHd.chunk(2, -1)
-    return x_BSHd * cos + torch.cat((-second, first), -1) * sin
+    return _Rotate.apply(x_BSHd, *(t.to(x_BSHd.dtype) for t in rope))
 
 
 def rotate_pairs(x_BSHR, rope):
@@ -234,10 +253,18 @@ def attend(q_BSHd, k_BPHd, v_BPHd, first, end, scale=None):
     return y.transpose(1, 2)
 
 
+def _quarters(first, end):
+    n = -(-(end - first) // 4)
+    return [(i, min(i + n, end)) for i in range(first, end, n)]
+
+
 def attend_zigzag(q_BSHd, k_BPHd, v_BPHd, cp, scale=None):
     """Causal attention of this context-parallel rank's queries to the whole sequence's keys."""
     runs = zigzag_runs(k_BPHd.shape[1], cp.rank, cp.size)
-    found = [attend(q, k_BPHd, v_BPHd, *run, scale) for q, run in zip(q_BSHd.chunk(len(runs), 1), runs)]
+    if not q_BSHd.is_cuda:      # its kernel computes much of what the mask hides: less in shorter runs
+        runs = [run for first, end in runs for run in _quarters(first, end)]
+    found = [attend(q, k_BPHd, v_BPHd, *run, scale)
+             for q, run in zip(q_BSHd.split([end - first for first, end in runs], 1), runs)]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
@@ -272,7 +299,8 @@ class Attention(nn.Module):
         B, S = batch.shape
         # a norm over all heads needs all of them, before a rank picks its own
         pick = slice(self.kv_first * self.d, (self.kv_first + self.kv) * self.d)
-        wk, wv = (self.wk, self.wv) if self.qk_norm == "full" else (self.wk[pick], self.wv[pick])
+        whole = self.kv_split or self.qk_norm == "full"     # (a slice's gradient cannot be put off)
+        wk, wv = (self.wk, self.wv) if whole else (self.wk[pick], self.wv[pick])
         q, k, v = column_linear(x_TD, [self.wq, wk, wv], self.tp, self.recipe)
         if self.qk_norm == "full":
             q, k, v = self.q_norm(q), self.k_norm(k)[:, pick], v[:, pick]

@@ -81,6 +81,36 @@ def test_presets_can_be_laid_out(preset, long_tokens):
     assert train.check(cfg, RANKS.get(preset[:-3], 4)) == []
 
 
+# ---- rotary positions and attention ----
+
+
+def test_rotation_and_its_gradient():
+    import model
+    torch.manual_seed(0)
+    cos, sin = model.rope_table(torch.arange(3, 8), 6, 1e4)
+    x_BSHd = torch.randn(2, 5, 3, 6, dtype=torch.float64, requires_grad=True)
+    turned = torch.view_as_complex(torch.stack(x_BSHd.chunk(2, -1), -1)) * torch.complex(cos, sin)[..., :3]
+    expected = torch.view_as_real(turned).unbind(-1)
+    torch.testing.assert_close(model.rotate(x_BSHd, (cos, sin)), torch.cat(expected, -1))
+    assert torch.autograd.gradcheck(lambda x: model.rotate(x, (cos.double(), sin.double())), x_BSHd)
+
+
+@pytest.mark.parametrize("S", [1, 2, 5, 8, 17])
+@pytest.mark.parametrize("kv", [4, 2])
+def test_attention_in_short_runs_is_attention(S, kv):
+    import model
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, S, heads, 8, requires_grad=True) for heads in (4, kv, kv))
+    y = model.attend_zigzag(q, k, v, harness.Alone)
+    wide = [t.repeat_interleave(4 // kv, 2).transpose(1, 2) for t in (k, v)]
+    scores = (q.transpose(1, 2) @ wide[0].mT / 8**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
+    expected = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    for found, wanted in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
 # ---- multi-head latent attention ----
 
 MLA = dict(attention="mla", n_kv_head=0, qk_norm="none", q_lora_rank=12, kv_lora_rank=10, d_nope=6, d_rope=4,
