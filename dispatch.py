@@ -300,7 +300,7 @@ class Plan:
             self.row_R = self.place_Q = None
             self.groups = Groups.padded(counts_WL, self.capacity)
             return
-        splits, room_L = None, counts_WL.sum(0)     # what each expert has among expert-major rows
+        splits, room_L = rows_L, counts_WL.sum(0)   # what each expert has among expert-major rows
         if self.align > 1 and self.capacity:
             splits, room_L = [W * self.capacity] * L, torch.full_like(room_L, W * self.capacity)
         elif self.align > 1:
@@ -329,8 +329,7 @@ class Plan:
         place = starts.view(L, W).t().flatten()[segment] + offset
         self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
         self.groups = Groups.packed(ends_L.to(torch.int32), R)
-        if splits is not None:
-            self.groups.splits, self.groups.real_R = splits, real_R
+        self.groups.splits, self.groups.real_R = splits, real_R if self.align > 1 else None
 
     @property
     def token_S(self):

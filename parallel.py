@@ -36,8 +36,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from kernels import (TransformerEngine, after_weight_gradients, drain_weight_gradients, linear, rounded,
-                     wait_for, weight_gradient, weight_gradients_put_off)
+from kernels import (TransformerEngine, after_weight_gradients, allow_onednn, drain_weight_gradients, linear, onednn,
+                     rounded, wait_for, weight_gradient, weight_gradients_put_off, weight_product)
 from memory import Done, Saving, keep_freed, within
 from settings import knob
 
@@ -191,6 +191,7 @@ def init(device, timeout_s=600):
     backend, timeout = ("nccl" if device.type == "cuda" else "gloo"), datetime.timedelta(seconds=timeout_s)
     if device.type == "cpu":
         keep_freed()
+        allow_onednn()
     if backend == "gloo" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > (os.cpu_count() or 1):
         # Where ranks share a core, none that wakes takes it from one that computes (measured: four ranks on two
         # cores are 8 % faster). Threads that are started later, gloo's too, follow.
@@ -243,6 +244,21 @@ class Ledger:
 ledger = Ledger()
 
 
+class Summed:
+    """The work of a reduce_scatter on CPUs: its parts arrive, and are summed by who waits for them. (gloo's own is an
+    all-reduce of which a rank keeps its part: twice the bytes.)"""
+
+    def __init__(self, work, parts, out):
+        self.work, self.parts, self.out = work, parts.view(-1, *out.shape), out
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+    def wait(self):
+        self.work.wait()
+        torch.sum(self.parts, 0, out=self.out)
+
+
 class Group:
     """The ranks along some mesh dimensions, and the collectives among them. Alone, all are the identity."""
 
@@ -284,9 +300,12 @@ class Group:
         """Starts reduce_scatter, likewise."""
         if self.size == 1:
             return x, Done
-        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        out, x = x.new_empty(len(x) // self.size, *x.shape[1:]), x.contiguous()
         ledger.add(self, "reduce-scatter", x.nbytes * (self.size - 1) // self.size)
-        return out, _reduce_scatter(out, x.contiguous(), group=self.pg, async_op=True)
+        if x.is_cuda:
+            return out, _reduce_scatter(out, x, group=self.pg, async_op=True)
+        parts = torch.empty_like(x)
+        return out, Summed(dist.all_to_all_single(parts, x, group=self.pg, async_op=True), parts, out)
 
     def all_gather(self, x):
         """[n, ...] on each rank → [size·n, ...] on all."""
@@ -459,7 +478,8 @@ class _Column(torch.autograd.Function):
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, *weights)
         x_GD = rounded(recipe, group.all_gather(x_TD), 1)
-        return tuple(F.linear(x_GD, rounded(recipe, w, 1, "weight")) for w in weights)
+        with onednn(x_GD.device):
+            return tuple(F.linear(x_GD, rounded(recipe, w, 1, "weight")) for w in weights)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -469,13 +489,15 @@ class _Column(torch.autograd.Function):
         x_GD, work = ctx.group.start_all_gather(x_TD)
         operands = ((rounded(recipe, dy, 1, "gradient"), rounded(recipe, w, 0, "weight"))
                     for dy, w in zip(grads, weights))
-        dx_GD = torch.matmul(*next(operands))
-        for dy, w in operands:
-            dx_GD.addmm_(dy, w)
+        with onednn(x_TD.device):
+            dx_GD = torch.matmul(*next(operands))
+            for dy, w in operands:
+                dx_GD.addmm_(dy, w)
         work.wait()
         dx_TD, work = ctx.group.start_reduce_scatter(dx_GD)
         x_GD = rounded(recipe, x_GD, 0)
-        products = [lambda dy=dy: rounded(recipe, dy, 0, "gradient").t() @ x_GD for dy in grads]
+        products = [lambda w=w, dy=dy: weight_product(w, rounded(recipe, dy, 0, "gradient"), x_GD)
+                    for w, dy in zip(ctx.weights, grads)]
         if ctx.group.size == 1:
             dw = [weight_gradient(w, product) for w, product in zip(ctx.weights, products)]
         else:   # the scatter is waiting already

@@ -22,6 +22,51 @@ def snr(plain, x):
     return 20 * torch.log10(plain.norm() / (x - plain).norm()).item()
 
 
+# ---- fp32 by oneDNN ----
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def onednn():
+    """As parallel.init leaves it, whether or not a job was joined."""
+    with harness.replaced(kernels.backend, "onednn", False):
+        kernels.allow_onednn()
+        yield kernels.backend.onednn
+
+
+@pytest.mark.parametrize("shape", [(1024, 256, 1024), (64, 512, 256), (37, 19, 51), (1, 8, 256)])
+def test_products_are_fp32(onednn, shape):
+    """Wherever oneDNN is allowed: rounded to bf16 they would be 1000 times further off."""
+    torch.manual_seed(0)
+    a, b = torch.randn(shape[0], shape[1]), torch.randn(shape[1], shape[2])
+    exact = a.double() @ b.double()
+    with kernels.onednn(CPU):
+        assert torch.backends.mkldnn.matmul.fp32_precision == ("bf16" if onednn else "none")
+        for y in (a @ b, (b.t() @ a.t()).t(), a.t().contiguous().t() @ b):
+            assert (y.double() - exact).norm() < 2e-6 * exact.norm()
+
+
+def test_onednn_is_not_asked_where_it_rounds(monkeypatch):
+    plain = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: plain(a.bfloat16(), b.bfloat16()).float())
+    with harness.replaced(kernels.backend, "onednn", True):
+        kernels.allow_onednn()
+        assert not kernels.backend.onednn
+        before = torch.backends.mkldnn.matmul.fp32_precision
+        with kernels.onednn(CPU):
+            assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_other_products_stay_as_torch_has_them(onednn):
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError), kernels.onednn(CPU):
+        1 / 0
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    with kernels.onednn(torch.device("cuda")):
+        assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
 # ---- numbers ----
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
