@@ -375,7 +375,8 @@ def _unpack(wire, D, K=0, from_fp8=None):
     scales_at = K or 1
     numbers = scales_at + (-(-D // 128) if from_fp8 else 0)
     # a copy, because only whole numbers of 4 bytes from the start of a memory can be read as fp32
-    rows, tail = wire[:, :D], wire[:, D:D + numbers * 4 // wire.element_size()].clone().view(torch.float32)
+    tail = wire[:, D:D + numbers * 4 // wire.element_size()].clone().view(torch.float32)
+    rows = wire[:, :D]
     if from_fp8:
         rows = from_e4m3(rows, tail[:, scales_at:], from_fp8)
     return rows, tail[:, :K] if K else tail[:, 0]
