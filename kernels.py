@@ -377,29 +377,34 @@ def from_e4m3(codes_TD, scales, dtype, block=128):
 
 
 _queue = collections.deque()     # weight gradients put off: (segment, parameter, what computes its gradient)
-_queue_open, _segment = False, 0
+_driven, _segment = False, 0
 
 
 @contextlib.contextmanager
 def weight_gradients_put_off():
-    """Around the backward of a segment whose caller drains the queue at last. Elsewhere, and without defer_wgrad,
-    autograd is as usual. What is put off in here is computed while the driver waits for something (wait_for), or
-    before the segment after the next: so long are its operands kept."""
-    global _queue_open, _segment
+    """Around the backward of a segment whose caller drains the queue at last. Elsewhere autograd is as usual. What is put
+    off in here is computed while the driver waits for something (wait_for), or before the segment after the next: so
+    long are its operands kept. Without defer_wgrad nothing is put off."""
+    global _driven, _segment
     _segment += 1
     drain_weight_gradients(before=_segment - 1)
-    _queue_open = backend.defer_wgrad
+    _driven = True
     try:
         yield
     finally:
-        _queue_open = False
+        _driven = False
+
+
+def sink(w):
+    """w.grad, where a backward may add the gradient of w to it instead of returning that, or None."""
+    return w.grad if _driven and w.is_leaf else None
 
 
 def weight_gradient(w, compute):
     """For a backward: the gradient of w, or None where it will be, or was already, added to w.grad. `compute` gives
     the one or the other. In weight_gradients_put_off it runs when the driver next waits for something else: nobody
     needs a weight gradient before the step's end, but other ranks wait for the data gradient."""
-    if _queue_open and w.is_leaf and w.grad is not None:
+    if backend.defer_wgrad and sink(w) is not None:
         _queue.append((_segment, w, compute))
         return None
     return compute()
@@ -453,13 +458,12 @@ def wait_for(works, name, device):
             work.wait()
 
 
-def weight_product(w_FD, dy_TF, x_TD):
-    """dyᵀ x, added to w.grad with nothing in between stored, or returned where that cannot be."""
-    sink = w_FD.grad if w_FD.is_leaf else None
+def weight_product(dy_TF, x_TD, into=None):
+    """dyᵀ x, added to `into` with nothing in between stored, or returned where that cannot be."""
     with onednn(dy_TF.device):
-        if sink is None or sink.dtype != dy_TF.dtype:
+        if into is None or into.dtype != dy_TF.dtype:
             return dy_TF.t() @ x_TD
-        sink.addmm_(dy_TF.t(), x_TD)
+        into.addmm_(dy_TF.t(), x_TD)
 
 
 class _Linear(torch.autograd.Function):
@@ -480,8 +484,9 @@ class _Linear(torch.autograd.Function):
                 dx_TD = rounded(recipe, dy_TF, 1, "gradient") @ rounded(recipe, w_FD, 0, "weight")
             dx_TD = dx_TD.to(x_TD.dtype)
         if ctx.needs_input_grad[1]:
+            into = sink(ctx.weight)
             dw_FD = weight_gradient(ctx.weight, lambda: weight_product(
-                ctx.weight, rounded(recipe, dy_TF, 0, "gradient"), rounded(recipe, x_TD.to(dy_TF.dtype), 0)))
+                rounded(recipe, dy_TF, 0, "gradient"), rounded(recipe, x_TD.to(dy_TF.dtype), 0), into))
         return dx_TD, dw_FD, None
 
 
@@ -680,14 +685,15 @@ class _GroupedGemm(torch.autograd.Function):
                 dx_RD = gemm_rows(rounded(recipe, dy_RF, 1, "gradient", groups.splits),
                                   rounded(recipe, _matrices(w), 0, "weight"), groups)
 
+        # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
+        into = sink(weight)
+
         def gradient():
-            # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
-            sink = weight.grad if weight.is_leaf else None
             with clock.span("gemm", x_RD.device):
                 dy = rounded(recipe, dy_RF, 0, "gradient", groups.splits)
                 x = rounded(recipe, x_RD, 0, splits=groups.splits)
-                if sink is not None and sink.dtype == torch.float32:
-                    gemm_experts(dy, x, groups, row_R, into=_matrices(sink))
+                if into is not None and into.dtype == torch.float32:
+                    gemm_experts(dy, x, groups, row_R, into=_matrices(into))
                 else:
                     return gemm_experts(dy, x, groups, row_R).view_as(weight)
 

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 from kernels import (TransformerEngine, after_weight_gradients, allow_onednn, drain_weight_gradients, linear, onednn,
-                     rounded, wait_for, weight_gradient, weight_gradients_put_off, weight_product)
+                     rounded, sink, wait_for, weight_gradient, weight_gradients_put_off, weight_product)
 from memory import Done, Saving, keep_freed, within
 from settings import knob
 
@@ -496,7 +496,7 @@ class _Column(torch.autograd.Function):
         work.wait()
         dx_TD, work = ctx.group.start_reduce_scatter(dx_GD)
         x_GD = rounded(recipe, x_GD, 0)
-        products = [lambda w=w, dy=dy: weight_product(w, rounded(recipe, dy, 0, "gradient"), x_GD)
+        products = [lambda dy=dy, into=sink(w): weight_product(rounded(recipe, dy, 0, "gradient"), x_GD, into)
                     for w, dy in zip(ctx.weights, grads)]
         if ctx.group.size == 1:
             dw = [weight_gradient(w, product) for w, product in zip(ctx.weights, products)]
