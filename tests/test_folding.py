@@ -248,6 +248,20 @@ def test_context_parallel_ranks_see_equally_many_pairs(size):
     assert sorted(sum((parallel.zigzag(S, rank, size).tolist() for rank in range(size)), [])) == list(range(S))
 
 
+def sums(world):
+    group = parallel.Group("all", tuple(range(world)))
+    x = torch.arange(2.0 * world).view(-1, 1).add(256 if group.rank == 0 else 1).bfloat16()
+    return group.reduce_scatter(x)
+
+
+def test_a_reduce_scatter_rounds_once(pool):
+    """In bf16, 256 + 1 is 256 again: 256, 1, 1 and 1 are 256 or, summed before they are rounded, 260."""
+    for rank, found in enumerate(pool.run(4, sums, 4)):
+        parts = torch.arange(8.0).add(256).bfloat16().float() + 3 * torch.arange(8.0).add(1)
+        assert torch.equal(found, parts.bfloat16()[2 * rank:2 * rank + 2, None]), rank
+        assert rank or found[0] == 260
+
+
 def attention_memory(knobs, world):
     """(bytes that one attention keeps for backward, query-key pairs that its softmax computes, what it gathered)."""
     import model
