@@ -180,7 +180,7 @@ def peak_flops(device, dtype):
         name = torch.cuda.get_device_name(device)
         return next((1e12 * t for (part, d), t in PEAK_TFLOPS.items() if part in name and d == dtype), None)
     a = torch.ones(768, 768, dtype=dtype)
-    with onednn(device):
+    with onednn(device, a.numel()):
         a @ a
         start = time.perf_counter()     # of all together: the fastest of them had a shared core to itself
         for _ in range(12):
@@ -416,10 +416,11 @@ def after_weight_gradients(call):
 
 
 @contextlib.contextmanager
-def onednn(device):
+def onednn(device, size):
     """Within it oneDNN multiplies fp32 matrices on a CPU, once allow_onednn was called: 5 to 12 % faster than MKL (on a
-    Zen 4), which torch takes unless results may be rounded to bf16."""
-    if device.type != "cpu" or not backend.onednn:
+    Zen 4), which torch takes unless results may be rounded to bf16. size: of the weight; for a small one it costs more
+    to make the code than that saves."""
+    if device.type != "cpu" or not backend.onednn or size < 2**14:
         yield
         return
     settings = torch.backends.mkldnn.matmul
@@ -433,7 +434,7 @@ def onednn(device):
 def allow_onednn():
     """Lets `onednn` be what it says where oneDNN does not really round: on all CPUs without AMX."""
     backend.onednn, x = torch.backends.mkldnn.is_available(), torch.full((256, 256), 1 + 2.0**-20)
-    with onednn(x.device):
+    with onednn(x.device, x.numel()):
         backend.onednn = torch.equal(x @ torch.eye(256), x)
 
 
@@ -460,7 +461,7 @@ def wait_for(works, name, device):
 
 def weight_product(dy_TF, x_TD, into=None):
     """dyᵀ x, added to `into` with nothing in between stored, or returned where that cannot be."""
-    with onednn(dy_TF.device):
+    with onednn(dy_TF.device, dy_TF.shape[1] * x_TD.shape[1]):
         if into is None or into.dtype != dy_TF.dtype:
             return dy_TF.t() @ x_TD
         into.addmm_(dy_TF.t(), x_TD)
@@ -472,7 +473,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight = w_FD   # the parameter itself: what was saved comes back without its .grad
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, w_FD)
-        with onednn(x_TD.device):
+        with onednn(x_TD.device, w_FD.numel()):
             return F.linear(rounded(recipe, x_TD.to(w_FD.dtype), 1), rounded(recipe, w_FD, 1, "weight"))
 
     @staticmethod
@@ -480,7 +481,7 @@ class _Linear(torch.autograd.Function):
         (x_TD, w_FD), recipe = ctx.saved_tensors, ctx.recipe
         dx_TD = dw_FD = None
         if ctx.needs_input_grad[0]:
-            with onednn(dy_TF.device):
+            with onednn(dy_TF.device, w_FD.numel()):
                 dx_TD = rounded(recipe, dy_TF, 1, "gradient") @ rounded(recipe, w_FD, 0, "weight")
             dx_TD = dx_TD.to(x_TD.dtype)
         if ctx.needs_input_grad[1]:
@@ -633,7 +634,7 @@ def gemm_rows(x_RD, w_LDN, groups, row_R=None):
         return groups.by_source(groups.by_expert(x_RD) @ w_LDN)
     if groups.splits is not None and not x_RD.is_cuda:
         y_RN = x_RD.new_empty(len(x_RD), w_LDN.shape[2])
-        with onednn(x_RD.device):
+        with onednn(x_RD.device, w_LDN[0].numel()):
             for expert, rows in groups.runs():
                 torch.mm(x_RD[rows], w_LDN[expert], out=y_RN[rows])
         return y_RN

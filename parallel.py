@@ -478,7 +478,7 @@ class _Column(torch.autograd.Function):
         ctx.recipe = recipe
         ctx.save_for_backward(x_TD, *weights)
         x_GD = rounded(recipe, group.all_gather(x_TD), 1)
-        with onednn(x_GD.device):
+        with onednn(x_GD.device, weights[0].numel()):
             return tuple(F.linear(x_GD, rounded(recipe, w, 1, "weight")) for w in weights)
 
     @staticmethod
@@ -489,7 +489,7 @@ class _Column(torch.autograd.Function):
         x_GD, work = ctx.group.start_all_gather(x_TD)
         operands = ((rounded(recipe, dy, 1, "gradient"), rounded(recipe, w, 0, "weight"))
                     for dy, w in zip(grads, weights))
-        with onednn(x_TD.device):
+        with onednn(x_TD.device, weights[0].numel()):
             dx_GD = torch.matmul(*next(operands))
             for dy, w in operands:
                 dx_GD.addmm_(dy, w)

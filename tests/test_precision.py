@@ -41,7 +41,7 @@ def test_products_are_fp32(onednn, shape):
     torch.manual_seed(0)
     a, b = torch.randn(shape[0], shape[1]), torch.randn(shape[1], shape[2])
     exact = a.double() @ b.double()
-    with kernels.onednn(CPU):
+    with kernels.onednn(CPU, 2**20):
         assert torch.backends.mkldnn.matmul.fp32_precision == ("bf16" if onednn else "none")
         for y in (a @ b, (b.t() @ a.t()).t(), a.t().contiguous().t() @ b):
             assert (y.double() - exact).norm() < 2e-6 * exact.norm()
@@ -54,17 +54,18 @@ def test_onednn_is_not_asked_where_it_rounds(monkeypatch):
         kernels.allow_onednn()
         assert not kernels.backend.onednn
         before = torch.backends.mkldnn.matmul.fp32_precision
-        with kernels.onednn(CPU):
+        with kernels.onednn(CPU, 2**20):
             assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
 def test_other_products_stay_as_torch_has_them(onednn):
     before = torch.backends.mkldnn.matmul.fp32_precision
-    with pytest.raises(ZeroDivisionError), kernels.onednn(CPU):
+    with pytest.raises(ZeroDivisionError), kernels.onednn(CPU, 2**20):
         1 / 0
     assert torch.backends.mkldnn.matmul.fp32_precision == before
-    with kernels.onednn(torch.device("cuda")):
-        assert torch.backends.mkldnn.matmul.fp32_precision == before
+    for device, size in (("cuda", 2**20), ("cpu", 32 * 64)):
+        with kernels.onednn(torch.device(device), size):
+            assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
 # ---- numbers ----
