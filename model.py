@@ -253,18 +253,10 @@ def attend(q_BSHd, k_BPHd, v_BPHd, first, end, scale=None):
     return y.transpose(1, 2)
 
 
-def _quarters(first, end):
-    n = -(-(end - first) // 4)
-    return [(i, min(i + n, end)) for i in range(first, end, n)]
-
-
 def attend_zigzag(q_BSHd, k_BPHd, v_BPHd, cp, scale=None):
     """Causal attention of this context-parallel rank's queries to the whole sequence's keys."""
     runs = zigzag_runs(k_BPHd.shape[1], cp.rank, cp.size)
-    if not q_BSHd.is_cuda:      # its kernel computes much of what the mask hides: less in shorter runs
-        runs = [run for first, end in runs for run in _quarters(first, end)]
-    found = [attend(q, k_BPHd, v_BPHd, *run, scale)
-             for q, run in zip(q_BSHd.split([end - first for first, end in runs], 1), runs)]
+    found = [attend(q, k_BPHd, v_BPHd, *run, scale) for q, run in zip(q_BSHd.chunk(len(runs), 1), runs)]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 

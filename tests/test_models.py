@@ -97,7 +97,7 @@ def test_rotation_and_its_gradient():
 
 @pytest.mark.parametrize("S", [1, 2, 5, 8, 17])
 @pytest.mark.parametrize("kv", [4, 2])
-def test_attention_in_short_runs_is_attention(S, kv):
+def test_attention_is_softmax_of_scores(S, kv):
     import model
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, S, heads, 8, requires_grad=True) for heads in (4, kv, kv))
