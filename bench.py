@@ -414,7 +414,7 @@ def alternate(trainers, rounds, steps, peak=None):
             results[-1].read()
             seconds = (time.perf_counter() - started) / steps
             for result in results:
-                result.seconds = seconds
+                result.spans["step"] = [(0.0, seconds)]
             mine.append([train.measure(trainer, result, peak)[0] for result in results])
     return turns
 

@@ -30,6 +30,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from kernels import RECIPES, Groups, backend, from_e4m3, permute, to_e4m3, unpermute, wait_for
 from settings import knob
@@ -78,10 +79,10 @@ def capacity(cfg, tokens, shared=1):
     return -(-C // align) * align
 
 
-def _spans(counts):
-    """Counts in order → (starts, ends) of each run, int64."""
-    ends = counts.cumsum(0)
-    return ends - counts, ends
+def _inverse(at, n):
+    """Which entry of the map `at` leads to each of n places; -1 where none does, as in `at` where one leads nowhere."""
+    places = torch.where(at < 0, n, at)     # those all go behind the last
+    return torch.full([n + 1], -1, device=at.device).scatter_(0, places, torch.arange(len(at), device=at.device))[:n]
 
 
 def _sorted(order, key):
@@ -159,13 +160,10 @@ class Plan:
         if capacity:
             nth = position - starts_N[run.clamp_max(runs - 1)]
             slot = torch.where((run < runs) & (nth < capacity), run * capacity + nth, -1)
-            nth = torch.arange(capacity, device=self.device)
-            choice_NC = order[(starts_N[:, None] + nth).clamp_max(T * K - 1)]
-            self.choice_S = torch.where(nth < counts_N[:, None], choice_NC, -1).flatten()
         else:
             slot = torch.where(run < runs, position, -1)
-            self.choice_S = order
         self.slot_TK = torch.empty_like(slot).scatter_(0, order, slot).view(T, K)
+        self.choice_S = _inverse(self.slot_TK.flatten(), runs * capacity or T * K)
 
     def travel(self, direction, rows=None, weights=None):
         """Coroutine, for the driver: rows [S, D] and their router weights [S] go "out" and arrive as [Q, …];
@@ -225,12 +223,10 @@ class Plan:
             before_Q1 = kept_QE[:, :first].sum(1, keepdim=True)
         nth_QS = slot_QS - before_Q1
         received_QS = torch.where((nth_QS >= 0) & (nth_QS < room_Q1), room_Q1.cumsum(0) - room_Q1 + nth_QS, -1)
-        row_QS = received_QS if self.place_Q is None else _through(self.place_Q, received_QS)
-        self.row_GK, row = row_QS.reshape(-1, self.slot_TK.shape[1]), row_QS.flatten()
-        R, choice = self.groups.rows, torch.arange(row_QS.numel(), device=self.device)
-        # choices without a row all go behind the last one
-        at = torch.where(row < 0, R, row)
-        self.choice_R = torch.full([R + 1], -1, device=self.device).scatter_(0, at, choice)[:R]
+        if self.place_Q is not None:    # (of the -1 that is appended, the index is -1)
+            received_QS = F.pad(self.place_Q, (0, 1), value=-1)[received_QS]
+        self.row_GK = received_QS.reshape(-1, self.slot_TK.shape[1])
+        self.choice_R = _inverse(self.row_GK.flatten(), self.groups.rows)
 
     def _gather(self, direction, tensors):
         """Coroutine: "out" all-gathers tensors over ep, then etp; "back" reduce-scatters them the other way."""
@@ -306,40 +302,33 @@ class Plan:
         elif self.align > 1:
             splits, room_L = ([-(-n // self.align) * self.align for n in rows_L],
                               -(-room_L // self.align) * self.align)
-        ends_L = room_L.cumsum(0)
-        ends = counts_WL.t().cumsum(1) + (ends_L - room_L)[:, None]     # of each (expert, source) among them
-        starts, ends = (ends - counts_WL.t()).flatten(), ends.flatten()
+        # where the run of each (source, expert) starts: among expert-major rows, and (base) among the received
+        ends_L, counts = room_L.cumsum(0), counts_WL.flatten()
+        starts = (counts_WL.cumsum(0) - counts_WL + ends_L - room_L).flatten()
         if self.capacity:
-            runs_WN = torch.arange(W * L // self.shared, device=self.device).view(W, -1, 1) * self.capacity
-            before_WL = counts_WL.view(W, -1, self.shared)      # rows of the experts before, in one run of slots
-            base_WL = (runs_WN + before_WL.cumsum(2) - before_WL).view(W, L)
             Q = W * L // self.shared * self.capacity
+            slots_WN1 = torch.arange(0, Q, self.capacity, device=self.device).view(W, -1, 1)
+            counts_WNs = counts_WL.view(W, -1, self.shared)
+            base = (slots_WN1 + counts_WNs.cumsum(2) - counts_WNs).flatten()
         else:
-            Q = sum(self.share)
-            base_WL = _spans(counts_WL.flatten())[0].view(W, L)
-        R = Q if splits is None else sum(splits)
-        position = torch.arange(R, device=self.device)
-        # the run that holds each row: the first whose end lies beyond it
-        run = torch.searchsorted(ends, position, right=True).clamp_max(W * L - 1)
-        real_R = (starts[run] <= position) & (position < ends[run])
-        self.row_R = torch.where(real_R, base_WL.t().flatten()[run] + position - starts[run], -1)
+            Q, base = sum(self.share), counts.cumsum(0) - counts
         position = torch.arange(Q, device=self.device)
-        segment = torch.searchsorted(base_WL.flatten(), position, right=True) - 1
-        offset = position - base_WL.flatten()[segment]
-        place = starts.view(L, W).t().flatten()[segment] + offset
-        self.place_Q = torch.where(offset < counts_WL.flatten()[segment], place, -1)
-        self.groups = Groups.packed(ends_L.to(torch.int32), R)
-        self.groups.splits, self.groups.real_R = splits, real_R if self.align > 1 else None
+        run = torch.searchsorted(base, position, right=True) - 1
+        nth = position - base[run]
+        self.place_Q = torch.where(nth < counts[run], starts[run] + nth, -1)
+        self.row_R = _inverse(self.place_Q, Q if splits is None else sum(splits))
+        self.groups = Groups.packed(ends_L.to(torch.int32), len(self.row_R))
+        self.groups.splits, self.groups.real_R = splits, self.row_R >= 0 if self.align > 1 else None
 
     @property
     def token_S(self):
         """The token in each slot, -1 if it is empty."""
-        return torch.where(self.choice_S < 0, -1, self.choice_S // self.slot_TK.shape[1])
+        return self.choice_S // self.slot_TK.shape[1]
 
     @property
     def token_R(self):
         """The gathered token in each of the experts' rows, -1 if there is none."""
-        return torch.where(self.choice_R < 0, -1, self.choice_R // self.slot_TK.shape[1])
+        return self.choice_R // self.slot_TK.shape[1]
 
     def expert_rows(self):
         """(row, slots) for the experts' first product, as `permute` takes them: which of the arrived rows each of
@@ -351,11 +340,6 @@ class Plan:
     def shape_home(self, rows):
         """The shape that results sent back have at home."""
         return (len(self.slot_TK) if self.gathered else len(self.choice_S), rows.shape[1])
-
-
-def _through(second, first):
-    """The map `first`, then `second`; -1 leads nowhere."""
-    return torch.where(first < 0, -1, second[first.clamp_min(0)]) if len(second) else first
 
 
 def _pack(rows, weights, fp8=False):
@@ -379,7 +363,7 @@ def _unpack(wire, D, K=0, from_fp8=None):
     rows = wire[:, :D]
     if from_fp8:
         rows = from_e4m3(rows, tail[:, scales_at:], from_fp8)
-    return rows, tail[:, :K] if K else tail[:, 0]
+    return rows, tail[:, :K] if K else tail[:, 0].contiguous()
 
 
 def dispatch(x_TD, weights_TK, plan):
@@ -400,18 +384,12 @@ def combine(rows_SD, plan):
 
 def by_expert(weights, plan):
     """The router weights that arrived, [Q] or [G, K], in the order in which experts compute: [R]."""
-    if plan.gathered:
-        return permute(weights.reshape(-1, 1), plan.choice_R, plan.row_GK.view(-1, 1)).flatten()
-    if plan.row_R is None:
-        return weights
-    return permute(weights[:, None], plan.row_R, plan.place_Q[:, None]).flatten()
+    row, slots = (plan.choice_R, plan.row_GK.view(-1, 1)) if plan.gathered else plan.expert_rows()
+    return weights if row is None else permute(weights.reshape(-1, 1), row, slots).flatten()
 
 
 def by_source(rows_RD, plan):
     """Results in the order their rows were received, [Q, D]; where tokens are gathered, each one's sum over its
     rows here, [G, D]."""
-    if plan.gathered:
-        return unpermute(rows_RD, plan.row_GK, plan.token_R)
-    if plan.row_R is None:
-        return rows_RD
-    return unpermute(rows_RD, plan.place_Q[:, None], plan.row_R)
+    row, slots = plan.expert_rows()
+    return rows_RD if row is None else unpermute(rows_RD, slots, row)

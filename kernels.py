@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib.util
 import math
 import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from memory import within
+from memory import Done, within
 from settings import knob
 
 # Not imported where it is used, as other optional packages are: a kernel finds its names in its module.
@@ -40,7 +42,7 @@ try:
     jit = triton.jit
 except ImportError:
     triton, INTERPRETED = None, False
-    jit = lambda function: function
+    jit = lambda function=None, **how: function or jit
 
 
 @dataclass
@@ -54,7 +56,8 @@ class KernelConfig:
                             least=0)
     gemm: str = knob("auto", "who computes experts, permutes and SwiGLU; auto: triton on a GPU from sm_90 on, "
                      "torch elsewhere", choices=("auto", "triton", "torch"))
-    comm_sms: int = knob(0, "multiprocessors of a GPU that Triton's grouped GEMMs leave to exchanges", least=0)
+    comm_sms: int = knob(16, "multiprocessors of a GPU that Triton's grouped GEMMs leave to exchanges, if there are "
+                         "other ranks", least=0)
 
 
 def check(cfg, device):
@@ -100,7 +103,8 @@ def use(cfg, device):
     auto = (triton is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
             and cfg.d_model * size % 16 == cfg.d_expert // cfg.etp * size % 16 == 0)
     backend.triton = auto if cfg.gemm == "auto" else cfg.gemm == "triton"
-    backend.comm_sms, backend.defer_wgrad = cfg.comm_sms, cfg.defer_wgrad
+    backend.comm_sms = cfg.comm_sms if dist.is_initialized() and dist.get_world_size() > 1 else 0
+    backend.defer_wgrad = cfg.defer_wgrad
 
 
 def dtype_of(precision, device):
@@ -129,13 +133,15 @@ class Clock:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             yield
             return
-        mark = self._event if device.type == "cuda" else time.perf_counter
-        start = mark()
+        start = self.mark(device)
         yield
-        self.spans.setdefault(name, []).append((start, mark()))
+        self.spans.setdefault(name, []).append((start, self.mark(device)))
 
     @staticmethod
-    def _event():
+    def mark(device):
+        """This moment of the device."""
+        if device.type == "cpu":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -395,19 +401,17 @@ def weight_gradients_put_off():
         _driven = False
 
 
-def sink(w):
-    """w.grad, where a backward may add the gradient of w to it instead of returning that, or None."""
-    return w.grad if _driven and w.is_leaf else None
-
-
 def weight_gradient(w, compute):
-    """For a backward: the gradient of w, or None where it will be, or was already, added to w.grad. `compute` gives
-    the one or the other. In weight_gradients_put_off it runs when the driver next waits for something else: nobody
-    needs a weight gradient before the step's end, but other ranks wait for the data gradient."""
-    if backend.defer_wgrad and sink(w) is not None:
-        _queue.append((_segment, w, compute))
-        return None
-    return compute()
+    """For a backward: the gradient of w, or None where it will be, or was already, added to w.grad. compute(into) adds it
+    to `into` and returns None, or returns it, as it must where `into` is None. Under the driver it is called when that
+    next waits for something else: nobody needs a weight gradient before the step's end, but other ranks wait for the
+    data gradient."""
+    if not (_driven and w.is_leaf):
+        return compute(None)
+    if not backend.defer_wgrad:
+        return compute(w.grad)
+    _queue.append((_segment, w, functools.partial(compute, w.grad)))
+    return None
 
 
 def after_weight_gradients(call):
@@ -459,36 +463,58 @@ def wait_for(works, name, device):
             work.wait()
 
 
-def weight_product(dy_TF, x_TD, into=None):
-    """dyᵀ x, added to `into` with nothing in between stored, or returned where that cannot be."""
-    with onednn(dy_TF.device, dy_TF.shape[1] * x_TD.shape[1]):
-        if into is None or into.dtype != dy_TF.dtype:
-            return dy_TF.t() @ x_TD
-        into.addmm_(dy_TF.t(), x_TD)
+def matrix(w):
+    """[2, F, D] → [2·F, D], a view; [F, D] as it is."""
+    return w.flatten(0, -2)
 
 
-class _Linear(torch.autograd.Function):
+class Alone:
+    """The group of a rank that needs nobody's help."""
+
+    size = 1
+    all_gather = staticmethod(lambda x: x)
+    start_all_gather = start_reduce_scatter = staticmethod(lambda x: (x, Done))
+
+
+class Linear(torch.autograd.Function):
+    """Products of the tokens of all ranks of `group` with some weights [out, in] or [2, out, in], in the weights' dtype
+    or the precision of `recipe`: x_TD → [G, out] each. x is kept as it is, and the weight gradients may be put off."""
+
     @staticmethod
-    def forward(ctx, x_TD, w_FD, recipe):
-        ctx.weight = w_FD   # the parameter itself: what was saved comes back without its .grad
-        ctx.recipe = recipe
-        ctx.save_for_backward(x_TD, w_FD)
-        with onednn(x_TD.device, w_FD.numel()):
-            return F.linear(rounded(recipe, x_TD.to(w_FD.dtype), 1), rounded(recipe, w_FD, 1, "weight"))
+    def forward(ctx, group, recipe, x_TD, *weights):
+        ctx.group, ctx.recipe = group, recipe
+        ctx.weights = weights   # the parameters themselves: what was saved comes back without its .grad
+        ctx.save_for_backward(x_TD, *weights)
+        x_GD = rounded(recipe, group.all_gather(x_TD.to(weights[0].dtype)), 1)
+        with onednn(x_GD.device, weights[0].numel()):
+            return tuple(F.linear(x_GD, rounded(recipe, matrix(w), 1, "weight")) for w in weights)
 
     @staticmethod
-    def backward(ctx, dy_TF):
-        (x_TD, w_FD), recipe = ctx.saved_tensors, ctx.recipe
-        dx_TD = dw_FD = None
-        if ctx.needs_input_grad[0]:
-            with onednn(dy_TF.device, w_FD.numel()):
-                dx_TD = rounded(recipe, dy_TF, 1, "gradient") @ rounded(recipe, w_FD, 0, "weight")
-            dx_TD = dx_TD.to(x_TD.dtype)
-        if ctx.needs_input_grad[1]:
-            into = sink(ctx.weight)
-            dw_FD = weight_gradient(ctx.weight, lambda: weight_product(
-                rounded(recipe, dy_TF, 0, "gradient"), rounded(recipe, x_TD.to(dy_TF.dtype), 0), into))
-        return dx_TD, dw_FD, None
+    def backward(ctx, *grads):
+        (x_TD, *weights), recipe = ctx.saved_tensors, ctx.recipe
+        # gathered tokens are not kept but gathered again, behind the data gradient, whose scatter then goes behind the
+        # weight gradients
+        x_GD, gathering = ctx.group.start_all_gather(x_TD)
+        operands = ((rounded(recipe, dy, 1, "gradient"), rounded(recipe, matrix(w), 0, "weight"))
+                    for dy, w in zip(grads, weights))
+        with onednn(x_TD.device, weights[0].numel()):
+            dx_GD = torch.matmul(*next(operands))
+            for dy, w in operands:
+                dx_GD.addmm_(dy, w)
+        gathering.wait()
+        dx_TD, scattering = ctx.group.start_reduce_scatter(dx_GD.to(x_TD.dtype))
+
+        def gradient(w, dy, into):
+            dy, x = rounded(recipe, dy, 0, "gradient"), rounded(recipe, x_GD.to(dy.dtype), 0)
+            with onednn(x.device, w.numel()):
+                if into is None or into.dtype != dy.dtype:
+                    return (dy.t() @ x).view_as(w)
+                matrix(into).addmm_(dy.t(), x)      # nothing in between is stored
+
+        dw = [weight_gradient(w, functools.partial(gradient, w, dy)) for w, dy in zip(ctx.weights, grads)]
+        if ctx.group.size > 1:
+            wait_for([scattering], "scatter", x_TD.device)
+        return None, None, dx_TD, *dw
 
 
 class _Lookup(torch.autograd.Function):
@@ -501,7 +527,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_GD):
         at_G, = ctx.saved_tensors
-        of_table = lambda: torch.ops.aten.embedding_dense_backward(dy_GD, at_G, len(ctx.weight), -1, False)
+        of_table = lambda _: torch.ops.aten.embedding_dense_backward(dy_GD, at_G, len(ctx.weight), -1, False)
         return None, weight_gradient(ctx.weight, of_table)
 
 
@@ -512,11 +538,10 @@ def lookup(at_G, w_VD):
 
 
 def linear(x_TD, w_FD, recipe=None):
-    """x_TD @ w_FD.T in the weight's dtype or in the precision of a layer's `recipe`. x is kept as it is, and the weight
-    gradient may be put off."""
+    """x_TD @ w_FD.T, as `Linear`."""
     if isinstance(recipe, TransformerEngine):
         return recipe.linear(x_TD, w_FD)
-    return _Linear.apply(x_TD, w_FD, recipe)
+    return Linear.apply(Alone, recipe, x_TD, w_FD)[0]
 
 
 def grouped_mm(a, b, ends_L):
@@ -686,17 +711,13 @@ class _GroupedGemm(torch.autograd.Function):
                 dx_RD = gemm_rows(rounded(recipe, dy_RF, 1, "gradient", groups.splits),
                                   rounded(recipe, _matrices(w), 0, "weight"), groups)
 
-        # a parameter whose gradient accumulates in fp32 gets it there directly, no dw in between
-        into = sink(weight)
-
-        def gradient():
+        def gradient(into):
             with clock.span("gemm", x_RD.device):
                 dy = rounded(recipe, dy_RF, 0, "gradient", groups.splits)
                 x = rounded(recipe, x_RD, 0, splits=groups.splits)
-                if into is not None and into.dtype == torch.float32:
-                    gemm_experts(dy, x, groups, row_R, into=_matrices(into))
-                else:
+                if into is None or into.dtype != torch.float32:
                     return gemm_experts(dy, x, groups, row_R).view_as(weight)
+                gemm_experts(dy, x, groups, row_R, into=_matrices(into))    # no dw in between
 
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(weight, gradient)
@@ -773,7 +794,8 @@ class TransformerEngine:
     def linear(self, x_TD, w_FD):
         out, width = w_FD.shape
         module = self.module(w_FD, [w_FD], lambda te, **how: te.Linear(width, out, **how), ["weight"])
-        x = F.pad(x_TD, (0, 0, 0, -len(x_TD) % self.align))
+        missing = -len(x_TD) % self.align
+        x = F.pad(x_TD, (0, 0, 0, missing)) if missing else x_TD.contiguous()
         with self.autocast():
             return module(x, is_first_microbatch=self.is_first(w_FD))[:len(x_TD)]
 
@@ -959,7 +981,12 @@ def _locate(t, row_tiles, cols, BAND: tl.constexpr):
     return band * BAND + within % height, within // height
 
 
-@jit
+# Without a capacity these numbers are others in every step: a kernel that is made for "divisible by 16" or "1" would be
+# made again in the middle of a run.
+VARYING = dict(do_not_specialize=["row_tiles", "room", "R"])
+
+
+@jit(**VARYING)
 def rows_kernel(x, w, y, x_ptr, y_ptr, tiles_ptr, row_ptr, row_tiles, N, K, room, x_stride, y_stride,
                 GATHER: tl.constexpr, OUT_IN: tl.constexpr, PADDED: tl.constexpr, SPECIALIZE: tl.constexpr,
                 BAND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
@@ -1025,7 +1052,7 @@ def _expert_rows(dy, x, x_ptr, row_ptr, slab, first, m, n, N, room, real, x_stri
     return a, b
 
 
-@jit
+@jit(**VARYING)
 def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sources, M, N, room, x_stride,
                    dw_stride, GATHER: tl.constexpr, PADDED: tl.constexpr, ACCUMULATE: tl.constexpr,
                    BAND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
@@ -1060,7 +1087,7 @@ def experts_kernel(dy, x, x_ptr, dw_ptr, row_ptr, starts_ptr, counts_ptr, L, sou
             tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(**VARYING)
 def gather_kernel(x_ptr, y_ptr, row_ptr, R, D, x_stride, y_stride, K: tl.constexpr, ROWS: tl.constexpr,
                   COLS: tl.constexpr):
     """y[r] = sum over k of x[row[r, k]], -1 being a row of zeros."""
@@ -1075,7 +1102,7 @@ def gather_kernel(x_ptr, y_ptr, row_ptr, R, D, x_stride, y_stride, K: tl.constex
         tl.store(y_ptr + r[:, None] * y_stride + col, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(**VARYING)
 def swiglu_kernel(h_ptr, p_ptr, y_ptr, R, F, h_stride, y_stride, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
                   COLS: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -1091,7 +1118,7 @@ def swiglu_kernel(h_ptr, p_ptr, y_ptr, R, F, h_stride, y_stride, WEIGHTED: tl.co
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(**VARYING)
 def swiglu_backward_kernel(dy_ptr, h_ptr, p_ptr, dh_ptr, dp_ptr, R, F, h_stride, y_stride, WEIGHTED: tl.constexpr,
                            ROWS: tl.constexpr, COLS: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -1162,6 +1189,12 @@ def specialized(capability, padded, gather):
     return recent and capability >= 10 and padded and gather == ""
 
 
+def _loadable(x):
+    """x, or a copy where a tensor descriptor cannot read its rows: they must begin at multiples of 16 bytes."""
+    aligned = all(n * x.itemsize % 16 == 0 for n in (x.stride(0), x.storage_offset()))
+    return x if aligned and x.stride(1) == 1 else x.contiguous()
+
+
 def _descriptor(x, *block):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
@@ -1180,7 +1213,7 @@ def _rows_of(x_RD, groups, row_R, gather, inner_rows, inner_cols):
 
 def _triton_rows(x_RD, w_LDN, groups, row_R):
     L, K, N = w_LDN.shape
-    x_RD = x_RD.contiguous()
+    x_RD = _loadable(x_RD)
     out_in = w_LDN.stride(2) != 1
     w = w_LDN.transpose(1, 2) if out_in else w_LDN
     y_RN = x_RD.new_empty(groups.rows, N)
@@ -1202,7 +1235,7 @@ def _triton_rows(x_RD, w_LDN, groups, row_R):
 
 def _triton_experts(dy_RF, x_RD, groups, row_R, into):
     (_, M), N, L = dy_RF.shape, x_RD.shape[1], groups.experts
-    dy_RF, x_RD = dy_RF.contiguous(), x_RD.contiguous()
+    dy_RF, x_RD = _loadable(dy_RF), _loadable(x_RD)
     dw_LMN = into if into is not None else x_RD.new_empty(L, M, N)
     if not groups.rows or not len(x_RD):
         return dw_LMN if into is not None else dw_LMN.zero_()

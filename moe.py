@@ -246,7 +246,7 @@ class FeedForward(nn.Module):
         return row_linear(part(self.cfg, self.name, self.hidden, x_TD), self.w2, self.group, self.recipe)
 
     def hidden(self, x_TD):
-        h_G2F, = column_linear(x_TD, [self.w1.flatten(0, 1)], self.group, self.recipe)
+        h_G2F, = column_linear(x_TD, [self.w1], self.group, self.recipe)
         return swiglu(h_G2F)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from memory import within
@@ -69,8 +70,8 @@ def learning_rate(cfg, step, max_steps):
 def square_sum(x):
     """The sum of squares of a flat fp32 tensor, a scalar in fp64. By blocks: a CPU adds up a whole buffer in few
     fp32 accumulators, which at ten million elements is wrong in the fourth digit, by an amount that depends on
-    how the buffer is sharded; the whole buffer in fp64 would cost twenty times the time."""
-    return torch.nn.utils.get_total_norm(x.split(2**16)).double() ** 2
+    how the buffer is sharded; the whole buffer in fp64 would cost twenty times the time. (A GPU's sums are trees.)"""
+    return torch.nn.utils.get_total_norm([x] if x.is_cuda else x.split(2**16)).double() ** 2
 
 
 # Consecutive blocks share a bucket until it has so many parameters: each message costs its latency.
@@ -125,12 +126,12 @@ class Family:
 
     def allocate(self, named, device):
         """Gives `named` meta parameters their place: → {name: parameter}. Starts are aligned to 16 elements
-        for the kernels, the end to whole shards."""
+        for the kernels, and so are shards, for what sends them."""
         end = 0
         for name, meta in named:
             self.slots.append((name, meta.shape, end))
             end += -(-meta.numel() // 16) * 16
-        self.shard_size = -(-end // self.owner.size)
+        self.shard_size = -(-end // (16 * self.owner.size)) * 16
         size = self.shard_size * self.owner.size
         self._flat = torch.zeros(size, dtype=self.dtype, device=device)
         self.grad = torch.zeros(size, dtype=self.grad_dtype, device=device)
@@ -184,6 +185,7 @@ class Family:
         if self.stale and self.owner.size > 1:
             shard = self.master.detach().to(self.dtype)
             self.gathering = shard, self.owner.start_all_gather(shard, out=self._flat)[1]
+            increment_version(self._flat)   # NCCL writes it unnoticed, but low precision asks whether weights changed
         elif self.stale and self.master.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(self.master)
         self.stale = False
@@ -353,7 +355,7 @@ class Optimizer:
 
 
 def full_gradients(model, optimizer):
-    """{name: the whole gradient of the whole parameter, fp32}, the same on all ranks, whatever the layout.
+    """{name: the whole gradient of the whole parameter, fp32, on the host}, the same on all ranks, whatever the layout.
     Call after Optimizer.reduce. For comparisons: nothing in training needs it."""
     gradients = {}
     for family in optimizer.families:
@@ -363,6 +365,6 @@ def full_gradients(model, optimizer):
                 # contiguous runs of `dim` lie on consecutive ranks of the group
                 parts = getattr(model.layout, group).all_gather(grad.contiguous()[None])
                 grad = torch.cat(parts.unbind(0), dim)
-            gradients[name] = grad.clone()
+            gradients[name] = grad.cpu().clone()
     stages = model.layout.pp.gather_objects(gradients)
     return {name: grad for stage in stages for name, grad in stage.items()}

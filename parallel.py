@@ -29,15 +29,15 @@ import datetime
 import functools
 import itertools
 import os
+import re
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from kernels import (TransformerEngine, after_weight_gradients, allow_onednn, drain_weight_gradients, linear, onednn,
-                     rounded, sink, wait_for, weight_gradient, weight_gradients_put_off, weight_product)
+from kernels import (Linear, TransformerEngine, after_weight_gradients, allow_onednn, drain_weight_gradients, linear,
+                     matrix, wait_for, weight_gradients_put_off)
 from memory import Done, Saving, keep_freed, within
 from settings import knob
 
@@ -102,7 +102,8 @@ def nvl_domain(cfg):
     are of use), or the node."""
     if cfg.nvl_domain:
         return cfg.nvl_domain
-    rack = torch.cuda.is_available() and torch.cuda.get_device_name().find("GB") >= 0
+    # ("H100 80GB HBM3" and "GH200" are none)
+    rack = torch.cuda.is_available() and re.search(r"\bGB[23]00\b", torch.cuda.get_device_name())
     return 64 if rack else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -184,19 +185,26 @@ def check_microbatches(cfg, m):
     return []
 
 
+_groups = {}    # how process groups are made
+
+
 def init(device, timeout_s=600):
     """Join the job torchrun started, or make a job of one."""
     if dist.is_initialized():
         return
-    backend, timeout = ("nccl" if device.type == "cuda" else "gloo"), datetime.timedelta(seconds=timeout_s)
-    if device.type == "cpu":
+    timeout = _groups["timeout"] = datetime.timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        # NCCL takes nothing that lies on the host, where all ranks together agree and add up what the log says
+        backend, _groups["backend"] = "cpu:gloo,cuda:nccl", "nccl"
+    else:
+        backend = "gloo"
         keep_freed()
         allow_onednn()
-    if backend == "gloo" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > (os.cpu_count() or 1):
-        # Where ranks share a core, none that wakes takes it from one that computes (measured: four ranks on two
-        # cores are 8 % faster). Threads that are started later, gloo's too, follow.
-        with contextlib.suppress(AttributeError, OSError):      # (Linux has it)
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > (os.cpu_count() or 1):
+            # Where ranks share a core, none that wakes takes it from one that computes (measured: four ranks on two
+            # cores are 8 % faster). Threads that are started later, gloo's too, follow.
+            with contextlib.suppress(AttributeError, OSError):      # (Linux has it)
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -223,7 +231,11 @@ def process_group(ranks, traffic=""):
     groups its members have made, so all ranks must make equally many."""
     if len(ranks) == dist.get_world_size() and not traffic:
         return dist.group.WORLD
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    how = dict(_groups)
+    if how.get("backend") == "nccl":    # a message is on its way before products take all multiprocessors
+        how["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        how["pg_options"]._timeout = how["timeout"]
+    return dist.new_group(list(ranks), use_local_synchronization=True, **how)
 
 
 class Ledger:
@@ -404,15 +416,15 @@ class Link:
 
 
 class Layout:
-    """This rank's place in both meshes and its groups: world, dp, cp, tp, edp, ep, etp, and
+    """This rank's place in both meshes and its groups: world, pp, dp, cp, tp, ep, etp, and
 
     plane   dp×cp×tp, the ranks of one pipeline stage: owners of replicated parameters
-    dpcp    dp×cp, owners of tensor-parallel parameters
     batch   cp×tp, the ranks that hold the tokens of one microbatch of one data-parallel rank
     ends    the first and the last pipeline stage, owners of a parameter that both use (elsewhere: alone)
 
-    owners has plane, dpcp and edp again, by the mesh dimensions over which a parameter is sliced: gradients and
-    parameters travel beside the step, whose own messages must not queue behind them.
+    owners has the ranks that own a parameter, by the mesh dimensions over which it is sliced: gradients and parameters
+    travel beside the step, whose own messages must not queue behind them. Nor do exchanges (ep, etp) queue behind those
+    of attention, of the same ranks.
 
     onward and homeward are the links to the neighbouring stages.
     """
@@ -420,14 +432,14 @@ class Layout:
     def __init__(self, sizes, device):
         self.sizes, self.device = sizes, device
         rank = dist.get_rank()
-        group = lambda name, *dims: Group(name, sizes.members(rank, *dims))
+        group = lambda name, *dims, traffic="": Group(name, sizes.members(rank, *dims), traffic)
         self.world = group("world", *DENSE)
         self.plane = group("plane", "dp", "cp", "tp")
-        self.dpcp, self.batch = group("dp×cp", "dp", "cp"), group("cp×tp", "cp", "tp")
+        self.batch = group("cp×tp", "cp", "tp")
         self.alone = Group("alone", (rank,))
         self.pp, self.dp, self.cp, self.tp = (group(d, d) for d in DENSE)
-        self.edp, self.ep, self.etp = (group(d, d) for d in EXPERTS[1:])
-        owner = lambda name, *dims: Group(name, sizes.members(rank, *dims), "parameters")
+        self.ep, self.etp = (group(d, d, traffic="exchange") for d in ("ep", "etp"))
+        owner = functools.partial(group, traffic="parameters")
         self.owners = {(): owner("plane", "dp", "cp", "tp"), ("tp",): owner("dp×cp", "dp", "cp"),
                        ("ep", "etp"): owner("edp", "edp")}
         self.onward, self.homeward = (Link(self.pp, sizes.vpp, way, device) for way in ("forward", "backward"))
@@ -471,48 +483,13 @@ def sum_over(x, group):
     return _Collective.apply(x, group, "sum", "sum")
 
 
-class _Column(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, group, recipe, x_TD, *weights):
-        ctx.group, ctx.weights = group, weights     # the parameters: what was saved comes back without their .grad
-        ctx.recipe = recipe
-        ctx.save_for_backward(x_TD, *weights)
-        x_GD = rounded(recipe, group.all_gather(x_TD), 1)
-        with onednn(x_GD.device, weights[0].numel()):
-            return tuple(F.linear(x_GD, rounded(recipe, w, 1, "weight")) for w in weights)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (x_TD, *weights), recipe = ctx.saved_tensors, ctx.recipe
-        # the gathered tokens are not kept but gathered again, behind the data gradient; the scatter of that
-        # goes behind the weight gradients
-        x_GD, work = ctx.group.start_all_gather(x_TD)
-        operands = ((rounded(recipe, dy, 1, "gradient"), rounded(recipe, w, 0, "weight"))
-                    for dy, w in zip(grads, weights))
-        with onednn(x_TD.device, weights[0].numel()):
-            dx_GD = torch.matmul(*next(operands))
-            for dy, w in operands:
-                dx_GD.addmm_(dy, w)
-        work.wait()
-        dx_TD, work = ctx.group.start_reduce_scatter(dx_GD)
-        x_GD = rounded(recipe, x_GD, 0)
-        products = [lambda dy=dy, into=sink(w): weight_product(rounded(recipe, dy, 0, "gradient"), x_GD, into)
-                    for w, dy in zip(ctx.weights, grads)]
-        if ctx.group.size == 1:
-            dw = [weight_gradient(w, product) for w, product in zip(ctx.weights, products)]
-        else:   # the scatter is waiting already
-            dw = [product() for product in products]
-        work.wait()
-        return None, None, dx_TD, *dw
-
-
 def column_linear(x_TD, weights, group, recipe=None):
     """Products of all the group's tokens with this rank's rows [out / size, in] of some weights: [G, out / size]
     each, G = T·size."""
     if isinstance(recipe, TransformerEngine):
         x_GD = gather(x_TD, group)
-        return [recipe.linear(x_GD, w) for w in weights]
-    return _Column.apply(group, recipe, x_TD, *weights)
+        return [recipe.linear(x_GD, matrix(w)) for w in weights]
+    return Linear.apply(group, recipe, x_TD, *weights)
 
 
 def row_linear(y_GF, w_DF, group, recipe=None):

@@ -150,19 +150,21 @@ class Result:
     at once would stop a GPU, so `read` them a step later."""
 
     def __init__(self, step, lr, norm, sums, rerun=False):
-        self.step, self.lr, self.rerun, self.seconds = step, lr, rerun, 0.0
-        self.spans, self.ledger, self.event = clock.take(), ledger.take(), None
-        sums = torch.cat([sums, norm[None].double()])
+        self.step, self.lr, self.rerun = step, lr, rerun
+        self.spans, self.ledger, self.sums = clock.take(), ledger.take(), torch.cat([sums, norm[None].double()])
         if sums.is_cuda:
-            self.sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.sums = sums
+            self.sums = torch.empty_like(self.sums, device="cpu", pin_memory=True).copy_(self.sums, non_blocking=True)
+        self.end = clock.mark(sums.device)
+
+    def since(self, start):
+        """Takes the step to have begun at `start` (Clock.mark): where the one before ended, since the host may be a step
+        ahead of the device. Returns its end."""
+        self.spans["step"] = [(start, self.end)]
+        return self.end
 
     def read(self):
-        if self.event is not None:
-            self.event.synchronize()
+        if isinstance(self.end, torch.cuda.Event):
+            self.end.synchronize()
         return self.sums.tolist()
 
     def finite(self, world):
@@ -290,6 +292,7 @@ class Trainer:
                 total += torch.cat([loss.double(), (batch.labels_G != -100).sum()[None]])
         self.layout.onward.flush()
         loss, count = self.layout.world.all_reduce(total).tolist()
+        clock.take(), ledger.take()     # no part of the next step
         return loss / (count / self.layout.pp.size)     # each stage counted the same labels
 
     def save(self, done, wandb_id=None):
@@ -365,8 +368,8 @@ def measure(trainer, result, peak, stop=False):
     kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
     memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
               else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    mine = [result.seconds, Clock.seconds(result.spans, "exchange"), Clock.seconds(result.spans, "gemm"),
-            memory / 1e9, peak or 0.0, stop]
+    mine = [*(Clock.seconds(result.spans, name) for name in ("step", "exchange", "gemm")), memory / 1e9, peak or 0.0,
+            stop]
     times = torch.zeros(world.size, len(mine), dtype=torch.float64)
     times[world.rank] = torch.tensor(mine)
     world.all_reduce(times)
@@ -466,12 +469,13 @@ class Log:
         fullest = torch.tensor([local, state], device=trainer.device)   # pipeline stages differ
         local, state = trainer.layout.world.all_reduce(fullest, torch.distributed.ReduceOp.MAX).tolist()
         node, domain = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), parallel.nvl_domain(cfg)
-        groups = [g for g in vars(trainer.layout).values() if isinstance(g, parallel.Group) and g.size > 1]
+        groups = {g.name: g for g in (*vars(trainer.layout).values(), *trainer.layout.owners.values())
+                  if isinstance(g, parallel.Group) and g.size > 1}
         self.print(
             f"layout of {s.world} ranks   dense: pp {s.pp} · dp {s.dp} · cp {s.cp} · tp {s.tp}   "
             f"experts: pp {s.pp} · edp {s.edp} · ep {s.ep} · etp {s.etp}",
             *(f"  {g.name:6} {g.size:4} ranks, " + ("inside a node" if g.near(node) == 1 else
-              "inside an NVLink domain" if g.near(domain) == 1 else "across NVLink domains") for g in groups),
+              "inside an NVLink domain" if g.near(domain) == 1 else "across NVLink domains") for g in groups.values()),
             f"device {trainer.device.type}, {str(trainer.dtype)[6:]}{self.precision()}, kernels "
             + ("triton" if kernels.backend.triton else "torch") + ", peak "
             + (f"{self.peak / 1e12:,.2f} TFLOPS per rank" if self.peak else "unknown: no MFU"),
@@ -850,14 +854,15 @@ def train(trainer, log, watch, done):
         if not log.step(result, val_loss, watch.asked) and cfg.on_nan == "stop":
             raise Stop(f"stopped at step {result.step} (on_nan=stop)")
 
+    start = clock.mark(trainer.device)
     for step in range(done, cfg.max_steps):
         with watch.step(step + 1):
-            started = time.perf_counter()
             watch_memory = contextlib.nullcontext()
             if cfg.memory_report and step == done:
                 watch_memory = memory.Watch(trainer.device, **trainer.optimizer.held())
             with watch_memory:
                 result = trainer.step(step)
+            start = result.since(start)
             if pending:
                 record(pending)
             end = step + 1 == cfg.max_steps
@@ -865,7 +870,6 @@ def train(trainer, log, watch, done):
             save = end or log.stop or cfg.save_interval and (step + 1) % cfg.save_interval == 0
             if evaluate or save:
                 result.read()
-            result.seconds = time.perf_counter() - started
         if cfg.memory_report and step == done:
             log.memory(watch_memory)
         pending, stop = result, log.stop
@@ -877,6 +881,8 @@ def train(trainer, log, watch, done):
                 trainer.save(step + 1, log.board and log.board.id)
             except checkpoint.CheckpointError as error:
                 raise Stop(f"error: {error}" if log.rank == 0 else 1) from None
+        if evaluate or save:
+            start = clock.mark(trainer.device)
         if stop and not end:
             log.print(f"asked to stop: saved after step {step + 1} of {cfg.max_steps}; the same command goes on")
             return False

@@ -275,7 +275,7 @@ def layer_and_loops(variants, world):
             total = total + (y * g).sum()
         dw1, dw2, dweight, dh = torch.autograd.grad(total, [*whole, weight, my_h], materialize_grads=True)
         for grad in (layer.experts.w1.grad, layer.experts.w2.grad):     # a rank's experts: its copies sum up
-            layout.edp.all_reduce(grad)
+            layout.owners["ep", "etp"].all_reduce(grad)
         layout.plane.all_reduce(layer.router.weight.grad)
         own = slice(layer.experts.first, layer.experts.first + len(layer.experts.w1))
         pairs = {"y": (y_TD, x_TD.detach() + mine.detach()), "x": (x_TD.grad, g_TD), "h": (h_TD.grad, dh),

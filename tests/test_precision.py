@@ -256,7 +256,6 @@ LOW = dict(emulate=True, n_layer=4, n_dense_layers=1, n_kv_head=2, d_model=64, d
 
 def rounded_weights(knobs, world):
     """→ the names of the parameters that a step rounds."""
-    import parallel
     import train
     trainer, seen, plain = train.Trainer(config(**knobs), world), set(), kernels.rounded
 
@@ -265,7 +264,7 @@ def rounded_weights(knobs, world):
             seen.add((x.data_ptr(), along))
         return plain(recipe, x, along, what, splits)
 
-    with harness.replaced(kernels, "rounded", watch), harness.replaced(parallel, "rounded", watch):
+    with harness.replaced(kernels, "rounded", watch):
         trainer.step(0)
         norms = {name: p.dtype for name, p in trainer.model.named_parameters()}
     return {name for name, p in trainer.model.named_parameters() for along in (0, 1)
