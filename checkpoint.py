@@ -56,15 +56,6 @@ class CheckpointError(Exception):
 # Ranks agree
 
 
-def _all_told(group, mine):
-    """Every rank's object, on every rank."""
-    told = [mine]
-    if group.size > 1:
-        told = [None] * group.size
-        dist.all_gather_object(told, mine, group=group.pg)
-    return told
-
-
 def _agreed(group, work, only_rank0=False):
     """The result of work() on this rank. If it fails on any rank, all raise the same CheckpointError."""
     value = problem = None
@@ -75,7 +66,7 @@ def _agreed(group, work, only_rank0=False):
             problem = str(error)
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-    if problem := next(filter(None, _all_told(group, problem)), None):
+    if problem := next(filter(None, group.gather_objects(problem)), None):
         raise CheckpointError(problem)
     return value
 
@@ -294,7 +285,21 @@ def damage(folder, group):
                   if path.name not in files and group.rank == 0]
     except CheckpointError as error:
         flaws = [str(error)]
-    return sorted({flaw for told in _all_told(group, flaws) for flaw in told if flaw})
+    return sorted({flaw for told in group.gather_objects(flaws) for flaw in told if flaw})
+
+
+def open_checkpoint(path):
+    """→ (folder, its state) of a checkpoint, of the newest one in an out_dir, or of a Hugging Face folder, whose
+    state has no step. For one process. Raises CheckpointError."""
+    if (Path(path) / "config.json").is_file():
+        return Path(path), describe(path)
+    folder = Path(path) if step_of(path) is not None else next(iter(folders(path)), None)
+    if folder is None or not folder.is_dir():
+        raise CheckpointError(f"{path}: there is no checkpoint (a folder step_000100, or one of such)")
+    state = read_state(folder)
+    if flaws := damage(folder, parallel.Group("world", (0,))):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {flaws[0]}")
+    return folder, state
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,8 +345,8 @@ def write(out_dir, step, keep, tensors, layout, about):
             raise CheckpointError(f"{partial}: {_reason(error)}") from error
         names = sorted(path.name for path in partial.glob("*.safetensors"))[world.rank::world.size]
         measure = lambda: {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in names}
-        written = _all_told(world, _agreed(world, measure))
-        rng = _all_told(world, _random_state(layout.device))
+        written = world.gather_objects(_agreed(world, measure))
+        rng = world.gather_objects(_random_state(layout.device))
         _agreed(world, finish, only_rank0=True)
     except CheckpointError as error:
         if world.rank == 0:
@@ -373,7 +378,7 @@ def choose(resume, out_dir, group):
         return found[:1]
 
     notes = []
-    for folder in _all_told(group, _agreed(group, candidates, only_rank0=True))[0]:
+    for folder in group.gather_objects(_agreed(group, candidates, only_rank0=True))[0]:
         flaws = damage(folder, group)
         if not flaws:
             if notes:
@@ -770,7 +775,7 @@ def load_hf(folder, model, layout, known=ARCHITECTURES):
         return kind, source, tensors
 
     kind, source, tensors = _agreed(layout.world, look)
-    used = set().union(*_all_told(layout.world, source.used))
+    used = set().union(*layout.world.gather_objects(source.used))
 
     def ignored(key):
         """The copy of a tied head, tables that follow from the configuration, and behind DeepSeek's last block the
@@ -878,16 +883,13 @@ def export_hf(path, folder, dtype, file_bytes=5 * 10**9):
     process that holds a file's tensors at a time. The folder has its name only when it is complete."""
     from safetensors.torch import save_file
 
-    source = Path(path) if step_of(path) is not None else next(iter(folders(path)), None)
     folder, parts = Path(folder), []
-    if source is None or not source.is_dir():
-        raise CheckpointError(f"{path}: there is no checkpoint (a folder step_000100, or one of such)")
+    parallel.init(torch.device("cpu"))
+    source, state = open_checkpoint(path)
+    if "step" not in state:
+        raise CheckpointError(f"{path} is in Hugging Face's layout already")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty: choose another folder")
-    parallel.init(torch.device("cpu"))
-    state = read_state(source)
-    if flaws := damage(source, parallel.Group("world", (0,))):
-        raise CheckpointError(f"checkpoint {source} is damaged: {flaws[0]}")
     cfg = config_of(state, models.Architecture)
     if dtype == "auto":
         dtype = "fp32" if cfg.precision in ("auto", "fp32") else "bf16"

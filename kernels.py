@@ -119,7 +119,7 @@ def dtype_of(precision, device):
 
 
 class Clock:
-    """Seconds spent per named span since the last `read`, without stopping a GPU to find out.
+    """Seconds spent per named span since the last `take`, without stopping a GPU to find out.
 
     On the CPU a span is wall time. On CUDA it is a pair of events on the current stream, read later. What a CUDA
     graph replays is not measured.
@@ -147,13 +147,14 @@ class Clock:
         return event
 
     def take(self):
-        """Returns the spans recorded so far, to be handed to `seconds` once the device is done."""
+        """Returns the spans recorded so far, to be handed to `durations` once the device is done."""
         spans, self.spans = self.spans, {}
         return spans
 
     @staticmethod
-    def seconds(spans, name):
-        return sum(b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in spans.get(name, ()))
+    def durations(spans, name):
+        """Seconds of every span `name`."""
+        return [b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in spans.get(name, ())]
 
 
 clock = Clock()

@@ -12,6 +12,7 @@ F expert width, B sequences, Q rows received, R rows in expert-major order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -279,8 +280,7 @@ class MoE(nn.Module):
         if batch.train:
             aux, z = self.aux_loss(scores_TE, plan, batch), self.z_loss(logits_TE, batch)
             yield Loss(aux + z)
-            seen = (plan, aux.detach(), z.detach())
-            observe = lambda: self.stats.add(*seen)
+            observe = functools.partial(self.stats.add, plan, aux.detach(), z.detach())
         rows, weights = dispatch(h_TD, weights_TK, plan)
         rows, weights, x_TD, *shared = yield Exchange(
             "out", plan, rows, weights, carry=(x_TD,), beside=self.shared and (self.shared, h_TD),

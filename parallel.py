@@ -719,15 +719,14 @@ class Tape:
     """One microbatch's way through this rank's blocks, forward and back.
 
     record  keep what backward needs (False: evaluation, sampling)
-    observe let requests report their statistics (the first pass of a training step)
     replay  this is a recompute: results need not come back again, since what follows them in the block is
             linear in them and backward needs no values; nor is it worth moving anything to the host
     parts   what autograd saves may be recomputed or wait on the host (memory.py)
     inlet   where the activations of the pipeline stage before came in, if they did
     """
 
-    def __init__(self, record=True, observe=False, replay=False, parts=True):
-        self.record, self.observe, self.replay, self.parts = record, observe, replay, parts
+    def __init__(self, record=True, replay=False, parts=True):
+        self.record, self.replay, self.parts = record, replay, parts
         self.cuts, self.plan, self.inlet = [], None, None
         # behind so many cuts: the coroutine's Begin and Loss, and what has tensors on the host
         self.remarks, self.offloaded = collections.defaultdict(list), collections.defaultdict(list)
@@ -785,7 +784,7 @@ class Tape:
 
     def _exchange(self, request):
         plan, self.plan = request.plan, request.plan
-        if self.observe and request.observe is not None:
+        if request.observe is not None and not self.replay:
             request.observe()
         cut = _Cut(request) if self.record and request.tensors else None
         sent, carried = [x.detach() for x in request.tensors], [x.detach() for x in request.carry]
@@ -810,7 +809,7 @@ class Tape:
             return cut.enter([*arrived, *carried, *results])
 
     def _rerun(self, request):
-        inner = Tape(record=False, observe=self.observe)
+        inner = Tape(record=False)
         cut = _RerunCut(request) if self.record else None
         y = yield from inner.forward(request.block(request.x.detach(), None))
         if cut is None:
@@ -894,7 +893,7 @@ def execute(cells, model, batches, ready=None):
     parts = bool(model.cfg.recompute or model.cfg.offload)
 
     def forward(chunk, i):
-        tape, x_TD = Tape(observe=True, parts=parts), None
+        tape, x_TD = Tape(parts=parts), None
         if not model.is_first(chunk):
             tape.inlet, x_TD = Inlet.enter(onward.arrive())
         tapes[chunk, i], block = tape, model(batches[i], chunk, x_TD)

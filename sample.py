@@ -39,20 +39,6 @@ class SampleConfig:
     device: str = knob("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
 
 
-def open_checkpoint(path):
-    """→ (folder, its state) of a checkpoint, of the newest one in an out_dir, or of a Hugging Face folder, whose
-    state has no step. Raises CheckpointError."""
-    if (Path(path) / "config.json").is_file():
-        return Path(path), checkpoint.describe(path)
-    folder = Path(path) if checkpoint.step_of(path) is not None else next(iter(checkpoint.folders(path)), None)
-    if folder is None or not folder.is_dir():
-        raise checkpoint.CheckpointError(f"{path}: there is no checkpoint (a folder step_000100, or one of such)")
-    state = checkpoint.read_state(folder)
-    if flaws := checkpoint.damage(folder, parallel.Group("world", (0,))):
-        raise checkpoint.CheckpointError(f"checkpoint {folder} is damaged: {flaws[0]}")
-    return folder, state
-
-
 def open_text(folder, state):
     """What encodes and decodes: the tokens themselves are not needed, and neither is their folder for bytes."""
     tokenizer = state["tokenizer"]
@@ -91,7 +77,7 @@ def main(argv):
     device = train.device_of(cfg)
     try:
         parallel.init(device)
-        folder, state = open_checkpoint(named[0])
+        folder, state = checkpoint.open_checkpoint(named[0])
         text = open_text(Path(cfg.data or state["data"]), state)
         prompt = text.encode(cfg.prompt)
         if not prompt:

@@ -167,10 +167,6 @@ class Result:
             self.end.synchronize()
         return self.sums.tolist()
 
-    def finite(self, world):
-        """[1 or 0 for every rank: was its loss finite]."""
-        return self.read()[4:4 + world]
-
 
 class Trainer:
     """A model, its optimizer and its data on this rank. bench.py and the tests use the same one."""
@@ -368,8 +364,8 @@ def measure(trainer, result, peak, stop=False):
     kept, counts = loads[:, 0].sum().item(), loads[:, 1:]
     memory = (torch.cuda.max_memory_allocated() if trainer.device.type == "cuda"
               else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    mine = [*(Clock.seconds(result.spans, name) for name in ("step", "exchange", "gemm")), memory / 1e9, peak or 0.0,
-            stop]
+    mine = [*(sum(Clock.durations(result.spans, name)) for name in ("step", "exchange", "gemm")), memory / 1e9,
+            peak or 0.0, stop]
     times = torch.zeros(world.size, len(mine), dtype=torch.float64)
     times[world.rank] = torch.tensor(mine)
     world.all_reduce(times)
@@ -397,21 +393,22 @@ def measure(trainer, result, peak, stop=False):
     return row, counts, stop
 
 
+def mean(rows, name):
+    """Of a column, over the rows that have it; None if none has."""
+    values = [row[name] for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None
+
+
 def columns(rows):
     """What explains a slow run, as means over some rows: [(name, value or None where it was not measured, whether it
     is fine, advice if not)]. Nothing where no row saw a token routed."""
     rows = [row for row in rows if row["load_imbalance"]]
     if not rows:
         return []
-
-    def mean(name):
-        values = [row[name] for row in rows if row[name] is not None]
-        return sum(values) / len(values) if values else None
-
-    balance, overflow, exposed = 1 / mean("load_imbalance"), mean("drop_fraction"), mean("a2a_share")
-    efficiency = mean("gemm_efficiency")
+    imbalance, overflow, exposed, efficiency = (
+        mean(rows, name) for name in ("load_imbalance", "drop_fraction", "a2a_share", "gemm_efficiency"))
     return [
-        ("expert utilization", balance, balance > 0.7,
+        ("expert utilization", 1 / imbalance, 1 / imbalance > 0.7,
          "some experts wait for the fullest: raise aux_loss_coef, or set bias_update_rate=1e-3"),
         ("overflow", overflow, overflow < 0.05, "tokens are dropped: raise capacity_factor"),
         ("exposed all-to-all", exposed, exposed is None or exposed < 0.15,
@@ -432,11 +429,11 @@ class Log:
         self.trainer, self.cfg, self.history, self.stop = trainer, trainer.cfg, [], False
         self.rank, self.world = trainer.layout.world.rank, trainer.layout.world.size
         self.peak = peak_flops(trainer.device, kernels.multiplied_dtype(self.cfg, trainer.device))
-        self.file, self.board = None, None
         self.counts = models.parameter_counts(trainer.model)    # all ranks together
+        self.file, rows = None, None
         if self.rank == 0:
             rows = self.reopen(Path(folder).parent if folder else None, done)
-            self.board = Wandb(self.cfg, self.counts, wandb_id, rows)
+        self.board = Wandb(self.cfg, self.counts, wandb_id, rows)
 
     def reopen(self, source, done):
         """→ the rows of metrics.jsonl in `source` that stay. The file is never seen half written."""
@@ -553,7 +550,7 @@ class Log:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         speak = result.step % cfg.log_interval == 0 or result.step in (1, cfg.max_steps) or val_loss is not None
-        if self.board:
+        if self.board.run:
             layers = range(cfg.n_dense_layers, cfg.n_layer + cfg.n_mtp)
             self.board.log(row, dict(zip(layers, counts)) if speak else {})
         if len(self.history) == 1:
@@ -562,7 +559,7 @@ class Log:
             self.console(row)
         if row["grad_norm"] is not None:
             return True
-        blame = [str(r) for r, ok in enumerate(result.finite(self.world)) if not ok]
+        blame = [str(r) for r, finite in enumerate(result.read()[4:4 + self.world]) if not finite]
         self.print(f"step {result.step}: gradients are not finite, the model was left as it was"
                    + (f" (the loss was not finite on rank {', '.join(blame)})" if blame else ""))
         return False
@@ -600,12 +597,12 @@ class Wandb:
 
     A resumed run keeps its id and logs every step once. A run that was killed may have logged steps beyond its
     checkpoint (they come again with the same values, and are left out) or have lost its last ones (`rows`, the
-    metrics up to the checkpoint, fill them in).
+    metrics up to the checkpoint, fill them in; None: this is another rank, and logs nothing).
     """
 
     def __init__(self, cfg, counts, run_id, rows):
         self.run, self.logged = None, 0
-        if not cfg.wandb:
+        if not cfg.wandb or rows is None:
             return
         with self.or_warn():
             import wandb
@@ -746,12 +743,11 @@ class Watch:
         os._exit(1)
 
     def __exit__(self, kind, error, trace):
+        self.done.set()
         if kind is None or issubclass(kind, Stop):
-            self.done.set()
             self.thread.join()
             signal.signal(signal.SIGTERM, self.before)
             return
-        self.done.set()
         lines = "".join(traceback.format_exception(kind, error, trace))
         print(f"rank {self.rank} failed in step {self.at}:\n{lines}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
@@ -763,18 +759,22 @@ class Watch:
 # The loop
 
 
+def end_all(world, line, code):
+    """Ends all ranks with one line for the user, from rank 0."""
+    if world.rank == 0:
+        print(line, file=sys.stderr if code else sys.stdout, flush=True)
+    dist.barrier()      # torchrun ends all ranks when the first has ended; the line must be out by then
+    raise Stop(code) from None
+
+
 def start(cfg, world):
     """→ (lock, folder and state of the checkpoint to go on from, or None). Ends the program, before anything is
     built, where that is all there is to do."""
-    def say(line):
-        if world.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
     try:
         lock = checkpoint.lock(cfg.out_dir, world)
         folder, state, notes = checkpoint.choose(cfg.resume, cfg.out_dir, world)
-        for note in notes:
-            say(f"warning: {note}")
+        for note in notes if world.rank == 0 else ():
+            print(f"warning: {note}", file=sys.stderr, flush=True)
         if folder is None:
             return lock, None, None
         vocab_size = cfg.vocab_size or data.open_data(cfg.data, cfg.seq_len).vocab_size
@@ -784,15 +784,10 @@ def start(cfg, world):
             raise checkpoint.CheckpointError(f"{folder} is of another model: {knobs}. Set these back or choose "
                                              f"another out_dir")
     except checkpoint.CheckpointError as error:
-        say(f"error: {error}")
-        dist.barrier()      # torchrun ends all ranks when the first has ended; the line must be out by then
-        raise Stop(2) from None
+        end_all(world, f"error: {error}", 2)
     if state["step"] >= cfg.max_steps:
-        if world.rank == 0:
-            print(f"nothing to do: {folder} is at step {state['step']} of max_steps={cfg.max_steps}. Raise "
-                  f"max_steps, or choose another out_dir than {cfg.out_dir}", flush=True)
-        dist.barrier()
-        raise Stop(0)
+        end_all(world, f"nothing to do: {folder} is at step {state['step']} of max_steps={cfg.max_steps}. Raise "
+                       f"max_steps, or choose another out_dir than {cfg.out_dir}", 0)
     return lock, folder, state
 
 
@@ -822,10 +817,7 @@ def run(cfg, ranks):
             try:
                 checkpoint.start_from(cfg.init_from, trainer.model, trainer.layout)
             except checkpoint.CheckpointError as error:
-                if trainer.layout.world.rank == 0:
-                    print(f"error: {error}", file=sys.stderr, flush=True)
-                dist.barrier()
-                raise Stop(2) from None
+                end_all(trainer.layout.world, f"error: {error}", 2)
             trainer.optimizer.start()
         trainer.optimizer.changed()     # the first step gathers parameters as all others do, and its traffic is shown
         log = Log(trainer, folder, done, wandb_id)
@@ -842,8 +834,7 @@ def run(cfg, ranks):
             log.summary()
             if cfg.eval_steps:
                 log.print("sample:", trainer.sample())
-        if log.board:
-            log.board.finish()
+        log.board.finish()
 
 
 def train(trainer, log, watch, done):
@@ -878,7 +869,7 @@ def train(trainer, log, watch, done):
             pending = None
         if save:
             try:
-                trainer.save(step + 1, log.board and log.board.id)
+                trainer.save(step + 1, log.board.id)
             except checkpoint.CheckpointError as error:
                 raise Stop(f"error: {error}" if log.rank == 0 else 1) from None
         if evaluate or save:

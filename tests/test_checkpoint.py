@@ -411,7 +411,7 @@ def weights_for_sampling(out_dir, device="cpu"):
     import parallel
     import sample
     parallel.init(torch.device(device))
-    folder, state = sample.open_checkpoint(out_dir)
+    folder, state = sample.checkpoint.open_checkpoint(out_dir)
     model = sample.load_model(folder, state, torch.device(device))
     # what only some GPUs compute is sampled in bf16
     state["config"] |= {"precision": "mxfp8", "emulate": False}

@@ -105,7 +105,7 @@ def buffers_alive(variants, world):
     with replaced(dispatch.Plan, "travel", travel), replaced(parallel.Group, "all_to_all", all_to_all):
         for knobs in variants:
             trainer = train.Trainer(config(**knobs), world)
-            batch, tape = next(iter(trainer.batches(0))), parallel.Tape(observe=True)
+            batch, tape = next(iter(trainer.batches(0))), parallel.Tape()
             parallel.together(tape.forward(trainer.model(batch)))
             after_forward = len(counted.seen), counted.alive()
             parallel.together(tape.backward(torch.tensor(1.0)))
