@@ -341,7 +341,7 @@ class Shape:
     def tune(self):
         """Times tiles that this GPU can hold, and prints the fastest."""
         print(f"\n{self.name}")
-        major = torch.cuda.get_device_capability()[0]
+        major, errors = torch.cuda.get_device_capability()[0], kernels.triton.runtime.errors
         sizes = itertools.product((64, 128), (128, 256), (64, 128), (4, 8), (3, 4, 5))
         candidates = [kernels.Tile(*size) for size in sizes]
         for product, what in (("rows", "forward"), ("experts", "weight gradient")):
@@ -350,7 +350,7 @@ class Shape:
                 kernels.tile_for = lambda *_, tile=tile: tile
                 try:
                     times[tile] = seconds(self.products(self.padded)[what], self.device, repeat=5)
-                except kernels.triton.runtime.errors.OutOfResources:
+                except (errors.OutOfResources, errors.PTXASError):
                     continue
             best = min(times, key=times.get)
             print(f"  ({min(major, 10)}, {product!r}): {best}   {times[best] * 1e3:.3f} ms at {self.C} rows")
@@ -458,6 +458,8 @@ def ab(argv):
                   "tokens_per_s": statistics.median(speed), "turns_tokens_per_s": speed}
                  for text, row, speed in zip(options, rows, speeds)]
         write_json(cfgs[0].json, {"about": about, "ratio": ratio, "different": other, "variants": found})
+    for trainer in trainers:
+        trainer.close()
     parallel.finish()
     return 0
 
@@ -594,6 +596,8 @@ def overlap_on_a_rank(cfg, world):
         "(m-1)/m·min(compute, wait) that it could; ideal: with all of that saved")
     if int(os.environ["RANK"]) == 0:
         write_json(os.environ["FIGURES"], rows)
+    for trainer in trainers:
+        trainer.close()
     parallel.finish()
     return 0
 

@@ -343,7 +343,10 @@ def write(out_dir, step, keep, tensors, layout, about):
                      storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
         except dcp.CheckpointException as error:
             raise CheckpointError(f"{partial}: {_reason(error)}") from error
-        names = sorted(path.name for path in partial.glob("*.safetensors"))[world.rank::world.size]
+        names, *others = world.gather_objects(sorted(path.name for path in partial.glob("*.safetensors")))
+        if any(other != names for other in others):
+            raise CheckpointError(f"out_dir={out_dir} must lie on a file system that all nodes share")
+        names = names[world.rank::world.size]
         measure = lambda: {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in names}
         written = world.gather_objects(_agreed(world, measure))
         rng = world.gather_objects(_random_state(layout.device))

@@ -240,6 +240,8 @@ def builtin_corpus(folder="data/stdlib", source=None):
                     shutil.rmtree(remains)
                 _build_corpus(folder, source)
     except OSError as error:
+        if folder.is_dir():     # another node built it, which a network's file system may tell late
+            return folder
         raise DataError(f"cannot build {folder}: {error} (data=FOLDER names other data)") from None
     return folder
 

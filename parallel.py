@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from kernels import (Linear, TransformerEngine, after_weight_gradients, allow_onednn, drain_weight_gradients, linear,
-                     matrix, wait_for, weight_gradients_put_off)
+from kernels import (Linear, TransformerEngine, after_weight_gradients, allow_onednn, backend, drain_weight_gradients,
+                     linear, matrix, wait_for, weight_gradients_put_off)
 from memory import Done, Saving, keep_freed, within
 from settings import knob
 
@@ -193,11 +193,11 @@ def init(device, timeout_s=600):
     if dist.is_initialized():
         return
     timeout = _groups["timeout"] = datetime.timedelta(seconds=timeout_s)
+    libraries = "gloo"
     if device.type == "cuda":
         # NCCL takes nothing that lies on the host, where all ranks together agree and add up what the log says
-        backend, _groups["backend"] = "cpu:gloo,cuda:nccl", "nccl"
+        libraries, _groups["backend"] = "cpu:gloo,cuda:nccl", "nccl"
     else:
-        backend = "gloo"
         keep_freed()
         allow_onednn()
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > (os.cpu_count() or 1):
@@ -206,9 +206,9 @@ def init(device, timeout_s=600):
             with contextlib.suppress(AttributeError, OSError):      # (Linux has it)
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(libraries, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(libraries, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def finish():
@@ -232,9 +232,13 @@ def process_group(ranks, traffic=""):
     if len(ranks) == dist.get_world_size() and not traffic:
         return dist.group.WORLD
     how = dict(_groups)
-    if how.get("backend") == "nccl":    # a message is on its way before products take all multiprocessors
-        how["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        how["pg_options"]._timeout = how["timeout"]
+    if how.get("backend") == "nccl":
+        # A message is on its way before products take all multiprocessors. They leave it comm_sms; of a pipeline's
+        # links there are four, and a receive holds what it takes until the neighbour sends.
+        how["pg_options"] = options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = how["timeout"]
+        if traffic not in ("", "parameters", "none") and backend.comm_sms:
+            options.config.max_ctas = backend.comm_sms if traffic == "exchange" else max(backend.comm_sms // 4, 1)
     return dist.new_group(list(ranks), use_local_synchronization=True, **how)
 
 

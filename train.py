@@ -177,6 +177,7 @@ class Trainer:
         self.data = data.open_data(cfg.data, cfg.seq_len, cfg.vocab_size)
         self.cfg = cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or self.data.vocab_size,
                                              micro_batch=cfg.micro_batch or cfg.global_batch // sizes.dp)
+        kernels.use(cfg, self.device)   # also says how many multiprocessors messages may have
         self.layout = parallel.Layout(sizes, self.device)
         self.microbatches = cfg.global_batch // (sizes.dp * cfg.micro_batch)
         self.capacity = dispatch.capacity(cfg, cfg.micro_batch * cfg.seq_len // (sizes.cp * sizes.tp),
@@ -187,7 +188,6 @@ class Trainer:
         self.loss_weights = torch.tensor([1.0] + [cfg.mtp_coef / cfg.n_mtp for _ in range(cfg.n_mtp)],
                                          device=self.device)
         self.dtype = dtype_of(cfg.precision, self.device)
-        kernels.use(cfg, self.device)
         self.optimizer = optim.Optimizer(cfg, self.model, self.layout, self.dtype, self.device)
         models.init_weights(self.model, cfg.seed)
         self.optimizer.start()
@@ -297,6 +297,12 @@ class Trainer:
                  "data": str(self.data.folder.resolve()), "tokenizer": self.data.tokenizer}
         checkpoint.save(self.cfg.out_dir, done, self.cfg.keep, self.model, self.optimizer, self.layout, about)
 
+    def close(self):
+        """NCCL would not end before the last graph with its work in it has."""
+        if self.graph and self.graph.graph:
+            torch.cuda.synchronize()
+            self.graph.graph.reset()
+
     def sample(self, length=128):
         """A continuation of the first held-out tokens."""
         prompt = self.data.val.ids[:32].tolist()
@@ -321,12 +327,13 @@ class Graph:
 
     def __call__(self, batches):
         self.calls += 1
+        if self.calls == 1:
+            self.stream = torch.cuda.Stream()
         if self.calls <= self.WARM_UP:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 results = self.trainer.gradients(batches)
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self.stream)
             return results
         if self.graph is None:
             self.capture(batches)
@@ -695,15 +702,17 @@ class Watch:
     - A failure elsewhere ends this process within a second or two, wherever it waits: a collective of NCCL would
       wait for ever.
     - A step that hangs, because some rank never joined a collective, prints where this rank stands, and ends it:
-      after 8 s and five times the slowest step so far, or timeout_s if that is less, as for the first step.
-      Seconds in which the whole process was suspended do not count.
+      after 8 s (on a GPU, where a kernel may have to be compiled, a minute) and five times the slowest step so far,
+      or timeout_s if that is less, as for the first step. Seconds in which the whole process was suspended do not count.
     - SIGTERM only sets `asked`: the loop ends after its step. torchrun waits 30 s before it kills its workers.
     """
 
-    def __init__(self, rank, timeout_s):
+    def __init__(self, rank, timeout_s, device):
         self.rank, self.timeout_s, self.slowest, self.at, self.asked = rank, timeout_s, None, 0, False
+        self.grace = 60 if device.type == "cuda" else 8
         self.ticks, self.limit, self.done = 0, math.inf, threading.Event()
-        self.store = dist.distributed_c10d._get_default_store()
+        # a client of its own: the job's waits, under a lock, while NCCL makes a communicator
+        self.store = dist.distributed_c10d._get_default_store().clone()
         self.main = threading.get_ident()
 
     @contextlib.contextmanager
@@ -711,7 +720,7 @@ class Watch:
         """What happens inside is step `number` (from 1), and must not hang."""
         started = time.monotonic()
         self.at, self.ticks = number, 0
-        self.limit = self.timeout_s if self.slowest is None else min(self.timeout_s, 8 + 5 * self.slowest)
+        self.limit = self.timeout_s if self.slowest is None else min(self.timeout_s, self.grace + 5 * self.slowest)
         yield
         self.limit = math.inf
         self.slowest = max(self.slowest or 0, time.monotonic() - started)
@@ -807,8 +816,8 @@ def main(argv):
 
 def run(cfg, ranks):
     lock, folder, state = start(cfg, parallel.Group("world", tuple(range(ranks))))
-    with lock or contextlib.nullcontext():
-        trainer, done, wandb_id = Trainer(cfg), 0, None
+    with lock or contextlib.nullcontext(), contextlib.closing(Trainer(cfg)) as trainer:
+        done, wandb_id = 0, None
         if folder is not None:
             checkpoint.load(folder, state, trainer.model, trainer.optimizer, trainer.layout)
             # a run that branches off into another out_dir is another run
@@ -828,7 +837,7 @@ def run(cfg, ranks):
                        if name not in same]
             log.print(f"going on from {folder}, step {done} of {cfg.max_steps}"
                       + (f", with other knobs than before: {', '.join(changes)}" if changes else ""))
-        with Watch(log.rank, cfg.timeout_s) as watch:
+        with Watch(log.rank, cfg.timeout_s, trainer.device) as watch:
             finished = train(trainer, log, watch, done)
         if finished:
             log.summary()

@@ -407,6 +407,25 @@ def test_a_full_disk_fails_on_all_ranks_and_leaves_what_was_there(pool, tokens, 
 # ---- a model without its optimizer ----
 
 
+def save_to_own_disks(folders, knobs, world):
+    """→ what is wrong, if rank r writes to folders[r]."""
+    import train
+    trainer = train.Trainer(config(out_dir=folders[torch.distributed.get_rank()], **knobs), world)
+    try:
+        trainer.save(2)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+
+
+def test_disks_that_nodes_do_not_share_are_found_before_anything_is_lost(pool, tokens, tmp_path):
+    own = [str(tmp_path / name) for name in ("first", "first", "second", "second")]
+    before = tmp_path / "first" / "step_000001"
+    before.mkdir(parents=True)
+    for folder, told in zip(own, pool.run(4, save_to_own_disks, own, dict(data=tokens, ep=4), 4)):
+        assert told == f"cannot save step 2: out_dir={folder} must lie on a file system that all nodes share"
+    assert before.is_dir() and not (tmp_path / "first" / "step_000002").exists()
+
+
 def weights_for_sampling(out_dir, device="cpu"):
     import parallel
     import sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -268,6 +269,16 @@ def test_builtin_corpus_holds_the_library_and_nothing_else(tmp_path, fake_librar
     assert capsys.readouterr().out == ""
     again = builtin_corpus(tmp_path / "again", fake_library)
     assert files_of(again) == files_of(folder)
+
+
+def test_a_corpus_that_another_node_has_built_is_taken(tmp_path, fake_library, monkeypatch):
+    """A network's file system may say too late that the folder is there."""
+    def build(folder, source):
+        folder.mkdir()
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(data, "_build_corpus", build)
+    assert builtin_corpus(tmp_path / "stdlib", fake_library) == tmp_path / "stdlib"
 
 
 def test_no_data_means_the_builtin_corpus(tmp_path, fake_library, monkeypatch):

@@ -1,6 +1,8 @@
 """What a job on GPUs asks of torch, checked where there is none."""
 
 import datetime
+import threading
+import time
 import types
 
 import harness
@@ -16,25 +18,28 @@ def test_a_job_on_gpus_has_a_back_end_for_what_lies_on_the_host(monkeypatch):
     """Rows of the log, verdicts and checkpoints' words are on the host, of which NCCL knows nothing. All other groups
     are NCCL's, with the knob's timeout, on streams whose messages go before products."""
     asked, made = [], []
-    options = lambda is_high_priority_stream: types.SimpleNamespace(high=is_high_priority_stream)
+    options = lambda is_high_priority_stream: types.SimpleNamespace(high=is_high_priority_stream,
+                                                                    config=types.SimpleNamespace(max_ctas=None))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.append((backend, how["timeout"])))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=options), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append((ranks, how)))
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(parallel, "_groups", {})
+    monkeypatch.setattr(kernels.backend, "comm_sms", 12)
     monkeypatch.setenv("RANK", "0")
     parallel.init(torch.device("cuda"), 70)
     parallel.process_group.cache_clear()
     try:
-        for traffic in ("", "exchange"):
+        for traffic in ("", "exchange", "forward"):
             parallel.process_group((0, 1, 2, 3), traffic)
         parallel.process_group((0, 2))
     finally:
         parallel.process_group.cache_clear()
     limit = datetime.timedelta(seconds=70)
     assert asked == [("cpu:gloo,cuda:nccl", limit)]
-    assert [ranks for ranks, _ in made] == [[0, 1, 2, 3], [0, 2]]      # the first was the world itself
+    assert [ranks for ranks, _ in made] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2]]    # the first was the world itself
+    assert [how["pg_options"].config.max_ctas for _, how in made] == [12, 3, None]
     for _, how in made:
         assert how["backend"] == "nccl" and how["timeout"] == how["pg_options"]._timeout == limit
         assert how["pg_options"].high
@@ -88,6 +93,26 @@ def test_only_who_exchanges_leaves_multiprocessors_free(pool, tokens):
     with replaced(kernels, "backend", kernels.Backend(comm_sms=4)):     # (this process has no job)
         kernels.use(harness.config(), torch.device("cpu"))
         assert kernels.backend.comm_sms == 0
+
+
+def test_a_failure_is_seen_while_the_store_is_waited_for(monkeypatch):
+    """NCCL makes a communicator by waiting for a key, and its store lets nobody else in meanwhile."""
+    import train
+    monkeypatch.setattr(train.Watch, "leave", lambda self, why: left.append((time.monotonic(), why)))
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client, left = dist.TCPStore("127.0.0.1", server.port, timeout=datetime.timedelta(seconds=6)), []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+
+    def wait():
+        with pytest.raises(dist.DistStoreError):
+            client.get("never")
+
+    with train.Watch(1, 600, torch.device("cpu")):
+        started, waiting = time.monotonic(), threading.Thread(target=wait)
+        waiting.start()
+        server.set("failed", "rank 3")
+        waiting.join()
+    assert "rank 3 failed" in left[0][1] and left[0][0] - started < 4
 
 
 def clocks(knobs, world):

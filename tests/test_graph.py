@@ -30,6 +30,9 @@ class Recorded(TorchDispatchMode):
         self.operations.append((func, args, kwargs or {}, tensors(out)))
         return out
 
+    def reset(self):
+        self.operations = None
+
     def forget(self):
         """A capture computes nothing: what it made holds no values before the first replay."""
         for *_, out in self.operations:
@@ -60,7 +63,7 @@ def graphs_on_a_cpu():
 
     with contextlib.ExitStack() as stack:
         for name, double in dict(CUDAGraph=Recorded, graph=graph, Stream=lambda: stream, current_stream=lambda: stream,
-                                 stream=lambda _: contextlib.nullcontext()).items():
+                                 stream=lambda _: contextlib.nullcontext(), synchronize=lambda: None).items():
             stack.enter_context(harness.replaced(torch.cuda, name, double))
         yield
 
@@ -92,6 +95,9 @@ def some_steps(knobs, world):
             steps.append((result.rerun, torch.tensor(result.read()).nan_to_num(-1).tolist()))
             if step in (2, 4):     # before the capture, and between replays
                 losses.append(trainer.evaluate())
+        graph = trainer.graph and trainer.graph.graph
+        trainer.close()
+        assert not graph or graph.operations is None    # it refers to no communicator
     return steps, losses, [f.flat for f in trainer.optimizer.families], trainer.graph and trainer.graph.graph.replays
 
 
