@@ -911,11 +911,12 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TD):
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
-        x, dy = x_TD.float() * scale_T1, dy_TD.float()
-        dweight_D = (dy * x).flatten(0, -2).sum(0).to(weight_D.dtype)
-        dy = dy * weight_D
-        dy -= x.mul_(torch.linalg.vecdot(dy, x)[..., None] / x.shape[-1])
-        return dy.mul_(scale_T1).to(x_TD.dtype), dweight_D, None
+        x, dy, weight = x_TD.float(), dy_TD.float(), weight_D.float()
+        both = dy * x
+        dweight_D = scale_T1.flatten() @ both.flatten(0, -2)
+        mean_T1 = (both @ weight)[..., None] / x.shape[-1]
+        dx = (dy * weight).mul_(scale_T1).addcmul_(x, mean_T1.mul_(scale_T1**3), value=-1)
+        return dx.to(x_TD.dtype), dweight_D.to(weight_D.dtype), None
 
 
 def rms_norm(x_TD, weight_D, eps):
