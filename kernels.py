@@ -407,7 +407,7 @@ def weight_gradient(w, compute):
     to `into` and returns None, or returns it, as it must where `into` is None. Under the driver it is called when that
     next waits for something else: nobody needs a weight gradient before the step's end, but other ranks wait for the
     data gradient."""
-    if not (_driven and w.is_leaf):
+    if not (_driven and w.is_leaf) or w.grad is None:
         return compute(None)
     if not backend.defer_wgrad:
         return compute(w.grad)
@@ -913,7 +913,7 @@ class _RMSNorm(torch.autograd.Function):
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
         x, dy, weight = x_TD.float(), dy_TD.float(), weight_D.float()
         both = dy * x
-        dweight_D = scale_T1.flatten() @ both.flatten(0, -2)
+        dweight_D = both.flatten(0, -2).t() @ scale_T1.flatten()
         mean_T1 = (both @ weight)[..., None] / x.shape[-1]
         dx = (dy * weight).mul_(scale_T1).addcmul_(x, mean_T1.mul_(scale_T1**3), value=-1)
         return dx.to(x_TD.dtype), dweight_D.to(weight_D.dtype), None
