@@ -464,9 +464,10 @@ def wait_for(works, name, device):
             work.wait()
 
 
-def matrix(w):
-    """[2, F, D] → [2·F, D], a view; [F, D] as it is."""
-    return w.flatten(0, -2)
+def matrix(w, first=0):
+    """A view of a weight whose out dimensions, from `first` on, are one: [2, F, D] → [2·F, D]; with first=1,
+    [L, 2, F, D] → [L, 2·F, D]."""
+    return w.flatten(first, -2)
 
 
 class Alone:
@@ -699,7 +700,7 @@ class _GroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x_RD, w, row_R, slot_TK)
         with clock.span("gemm", x_RD.device):
             return gemm_rows(rounded(recipe, x_RD, 1, splits=groups.splits),
-                             rounded(recipe, _matrices(w), 1, "weight").transpose(1, 2), groups, row_R)
+                             rounded(recipe, matrix(w, 1), 1, "weight").transpose(1, 2), groups, row_R)
 
     @staticmethod
     def backward(ctx, dy_RF):
@@ -710,7 +711,7 @@ class _GroupedGemm(torch.autograd.Function):
         with clock.span("gemm", x_RD.device):
             if ctx.needs_input_grad[0]:
                 dx_RD = gemm_rows(rounded(recipe, dy_RF, 1, "gradient", groups.splits),
-                                  rounded(recipe, _matrices(w), 0, "weight"), groups)
+                                  rounded(recipe, matrix(w, 1), 0, "weight"), groups)
 
         def gradient(into):
             with clock.span("gemm", x_RD.device):
@@ -718,18 +719,13 @@ class _GroupedGemm(torch.autograd.Function):
                 x = rounded(recipe, x_RD, 0, splits=groups.splits)
                 if into is None or into.dtype != torch.float32:
                     return gemm_experts(dy, x, groups, row_R).view_as(weight)
-                gemm_experts(dy, x, groups, row_R, into=_matrices(into))    # no dw in between
+                gemm_experts(dy, x, groups, row_R, into=matrix(into, 1))    # no dw in between
 
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(weight, gradient)
         if dx_RD is not None and slot_TK is not None:
             dx_RD = gather_sum(dx_RD, slot_TK)
         return dx_RD, dw, None, None, None, None
-
-
-def _matrices(w):
-    """[L, 2, F, D] → [L, 2·F, D]; [L, F, D] as it is."""
-    return w.view(len(w), -1, w.shape[-1])
 
 
 def grouped_gemm(x_RD, w_LFD, groups, row_R=None, slot_TK=None, recipe=None):
@@ -801,7 +797,7 @@ class TransformerEngine:
             return module(x, is_first_microbatch=self.is_first(w_FD))[:len(x_TD)]
 
     def grouped(self, x_RD, w, groups):
-        w_LFD = _matrices(w)
+        w_LFD = matrix(w, 1)
         L, out, width = w_LFD.shape
         if not groups.rows:     # nothing to compute, but it must have been computed from x
             return F.linear(x_RD, w_LFD[0].detach())

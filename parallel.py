@@ -236,12 +236,13 @@ def process_group(ranks, traffic=""):
         return dist.group.WORLD
     how = dict(_groups)
     if how.get("backend") == "nccl":
-        # A message is on its way before products take all multiprocessors. They leave it comm_sms; of a pipeline's
-        # links there are four, and a receive holds what it takes until the neighbour sends.
+        # A message is on its way before products take all multiprocessors. They leave comm_sms to what travels beside
+        # them; of a pipeline's links there are four, and a receive holds what it takes until the neighbour sends.
         how["pg_options"] = options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = how["timeout"]
-        if traffic not in ("", "parameters", "none") and backend.comm_sms:
-            options.config.max_ctas = backend.comm_sms if traffic == "exchange" else max(backend.comm_sms // 4, 1)
+        if traffic and backend.comm_sms:
+            links = 4 if traffic.startswith(("forward", "backward")) else 1
+            options.config.max_ctas = max(backend.comm_sms // links, 1)
     return dist.new_group(list(ranks), use_local_synchronization=True, **how)
 
 
@@ -347,7 +348,7 @@ class Group:
         return out, dist.all_to_all_single(out, x, recv, send, group=self.pg, async_op=True)
 
     def gather_objects(self, x):
-        """[x of each rank], any Python object; for tests and reports, not for training."""
+        """[x of each rank], any Python object: for what ranks say to each other, not for tensors of a step."""
         if self.size == 1:
             return [x]
         objects = [None] * self.size

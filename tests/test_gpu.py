@@ -1,6 +1,7 @@
-"""What a job on GPUs asks of torch, checked where there is none."""
+"""What a job asks of torch and of the machine: of GPUs, checked where there are none, and of cores."""
 
 import datetime
+import os
 import threading
 import time
 import types
@@ -31,19 +32,36 @@ def test_a_job_on_gpus_has_a_back_end_for_what_lies_on_the_host(monkeypatch):
     parallel.init(torch.device("cuda"), 70)
     parallel.process_group.cache_clear()
     try:
-        for traffic in ("", "exchange", "forward"):
+        for traffic in ("", "exchange", "parameters", "forward"):
             parallel.process_group((0, 1, 2, 3), traffic)
         parallel.process_group((0, 2))
     finally:
         parallel.process_group.cache_clear()
     limit = datetime.timedelta(seconds=70)
     assert asked == [("cpu:gloo,cuda:nccl", limit)]
-    assert [ranks for ranks, _ in made] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2]]    # the first was the world itself
-    assert [how["pg_options"].config.max_ctas for _, how in made] == [12, 3, None]
+    assert [ranks for ranks, _ in made] == 3 * [[0, 1, 2, 3]] + [[0, 2]]   # the first was the world itself
+    assert [how["pg_options"].config.max_ctas for _, how in made] == [12, 12, 3, None]
     for _, how in made:
         assert how["backend"] == "nccl" and how["timeout"] == how["pg_options"]._timeout == limit
         assert how["pg_options"].high
     assert made[0][1]["pg_options"] is not made[1][1]["pg_options"]     # torch writes the group's name into them
+
+
+def test_ranks_that_share_cores_stay_on_one_each(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **how: None)
+    monkeypatch.setattr(parallel, "_groups", {})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 3})     # of those that this job may use
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: pinned.append(cores))
+    for ranks in (4, 2):
+        for rank in range(ranks):
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            parallel.init(torch.device("cpu"))
+    assert pinned == [{3}, {5}, {3}, {5}]       # two ranks have a core each, and need nothing
 
 
 @pytest.mark.parametrize("name, domain", [("NVIDIA GB200", 64), ("NVIDIA GB300", 64), ("NVIDIA H100 80GB HBM3", 8),
@@ -75,9 +93,8 @@ def unnoticed_gathers(knobs, world):
     return changed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_that_arrive_unnoticed_are_rounded_again(pool, tokens, precision):
-    for changed in pool.run(2, unnoticed_gathers, dict(data=tokens, precision=precision, n_layer=2), 2):
+def test_weights_that_arrive_unnoticed_are_rounded_again(pool, tokens):
+    for changed in pool.run(2, unnoticed_gathers, dict(data=tokens, precision="bf16", n_layer=2), 2):
         assert changed == 3 * [[True, False]]
 
 
