@@ -657,6 +657,13 @@ def test_a_model_without_a_name_there_is_not_exported(pool, tokens, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+def test_what_is_exported_already_is_not_exported_again(folders, tmp_path):
+    folder, _ = folders(MIXTURES[0])
+    done = run_checkpoint_py("export", folder, tmp_path / "back")
+    assert done.returncode == 2 and done.stderr == f"error: {folder} is in Hugging Face's layout already\n"
+    assert not (tmp_path / "back").exists()
+
+
 def save_plain(out_dir, knobs, world):
     import train
     train.Trainer(harness.config(out_dir=out_dir, **knobs), world).save(1)
